@@ -1,0 +1,4 @@
+"""CPU kernels for mixture-of-experts layers: packed weight formats, a team of pinned threads, and the routed layer.
+
+Knows memory and numbers only: numpy views, ids, scales. Knows no tensor library, no layer number and no model name.
+"""

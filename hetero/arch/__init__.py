@@ -1,0 +1,1 @@
+"""What a model is, as data: the spec, and how a published configuration becomes one."""

@@ -1,0 +1,149 @@
+"""What a model is, as data: frozen records that a family's row builds and the decoder reads; knows no tensor library, no file and no family.
+
+A kind is a type (GQA | MLA, Dense | MoE), never a boolean; a field is admitted when it is a number or a closed word that several families
+set differently. Layout is a loading matter: names here are the checkpoint's logical tensors, however they are fused or quantized on disk.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How rotary frequencies are stretched. kind: linear | dynamic | llama3 | yarn | longrope; `values` holds that kind's published numbers."""
+
+    kind: str
+    values: tuple[tuple[str, float | bool | tuple[float, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding over the first `dim` of each head's dimensions."""
+
+    dim: int
+    theta: float
+    interleaved: bool = False
+    scaling: Scaling | None = None
+    context: int = 0                     # max_position_embeddings, which dynamic and longrope need
+
+
+@dataclass(frozen=True)
+class GQA:
+    """Grouped-query attention. `rope` None: no position embedding in this layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope | None
+    qk_norm: str = "none"                # none | head | full | rotated (per head, after rope)
+    bias: bool = False                   # on q, k, v
+    out_bias: bool = False
+    window: int | None = None            # tokens seen, the current one included
+    sinks: bool = False
+    clip: float | None = None
+    scale: float | None = None           # None: head_dim ** -0.5
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). The cache holds kv_rank + rope.dim numbers per token."""
+
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    v_dim: int
+    rope: Rope
+
+
+@dataclass(frozen=True)
+class Router:
+    """Scores to ids and weights. score: softmax | sigmoid | topk_softmax | sparsemixer."""
+
+    experts: int
+    top_k: int
+    score: str
+    renormalize: bool
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"             # max | top2
+    correction: bool = False             # a bias that picks, and does not weigh
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Act:
+    """kind(gate * …) * (up + up_shift); silu(alpha * g) / alpha; `limit` clamps gate from above and up on both sides."""
+
+    kind: str = "silu"                   # silu | gelu | gelu_tanh | relu2
+    alpha: float = 1.0
+    limit: float | None = None
+    up_shift: float = 0.0
+
+
+@dataclass(frozen=True)
+class Dense:
+    width: int
+    act: Act = Act()
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class MoE:
+    router: Router
+    width: int
+    shared: int = 0                      # width of the always-on expert
+    shared_gate: bool = False            # sigmoid gate on the shared expert
+    act: Act = Act()
+    gated: bool = True
+    bias: bool = False                   # on each expert's gate, up and down
+    weight_on: str = "output"            # output | input: where the router's weight multiplies
+
+
+@dataclass(frozen=True)
+class Layer:
+    attention: GQA | MLA
+    ffn: Dense | MoE
+    norm_after: bool = False             # x + norm(f(x)) rather than x + f(norm(x))
+    residual_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One logical tensor. key: what it is ("attn.q", "expert.gate"); name: as the checkpoint calls it; home: dense | expert."""
+
+    key: str
+    layer: int | None
+    expert: int | None
+    name: str
+    shape: tuple[int, ...]
+    home: str = "dense"
+
+    @property
+    def parameters(self) -> int:
+        n = 1
+        for side in self.shape:
+            n *= side
+        return n
+
+
+@dataclass(frozen=True)
+class Model:
+    """A whole model. `names` maps a tensor's key to its checkpoint name, with {l} and {e} for layer and expert."""
+
+    family: str
+    hidden: int
+    vocab: int
+    eps: float
+    layers: tuple[Layer, ...]
+    tied: bool
+    names: dict[str, str] = field(hash=False)
+    context: int = 0                     # max_position_embeddings
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    norm_bias: bool = False              # LayerNorm with bias rather than RMSNorm
+    head_bias: bool = False
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.ffn, MoE))

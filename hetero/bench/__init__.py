@@ -1,0 +1,1 @@
+"""Measuring: paired, interleaved timing that states its own noise."""

@@ -1,0 +1,1 @@
+"""The engine: picks, runs and accepts; serves many requests at once."""

@@ -1,0 +1,1 @@
+"""What runs next, by counts alone; knows no tensor and no text."""

@@ -1,0 +1,1 @@
+"""Memory: where every byte lives, planned, kept and measured."""

@@ -1,0 +1,1 @@
+"""KV pages as numbers: who holds which page, and which prefix a page holds; knows no tensor."""

@@ -1,0 +1,1 @@
+"""The decoder: parts, executors and the handoff, assembled from a spec."""

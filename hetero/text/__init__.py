@@ -1,0 +1,1 @@
+"""Text: tokens to safe text and back, templates, parsing."""
