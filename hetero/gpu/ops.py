@@ -16,7 +16,7 @@ from hetero.arch import spec
 
 @dataclass(frozen=True)
 class Step:
-    """One forward as a flat record: T tokens of S sequences, any number of tokens per sequence; R rows want logits. Given to layers as an argument."""
+    """One forward as a flat record: T tokens of S sequences, any number per sequence; R rows want logits. Given to layers as an argument."""
 
     tokens: Tensor       # [T] int64
     positions: Tensor    # [T] int32, position in the own sequence
@@ -91,7 +91,9 @@ class Norm(Protocol):
 
 class Attend(Reports, Protocol):
     def __call__(self, qkv: Tensor, kv: KV, step: Step) -> Tensor:
-        """qkv [T, (heads + 2 kv_heads) * head_dim], q | k | v -> [T, heads * head_dim]. Clips, norms, rotates, writes k and v at step.slots, attends."""
+        """qkv [T, (heads + 2 kv_heads) * head_dim], q | k | v -> [T, heads * head_dim].
+
+        Clips, norms, rotates, writes k and v at step.slots, attends."""
         ...
 
 
@@ -119,11 +121,11 @@ class Ops(Protocol):
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> Norm: ...
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None, format: str = "", logits: bool = False) -> Matrix:
-        """weight [N, K]. format "": as it arrives; else a name of cpu_kernels.FORMATS or one of the device's own ("fp8", "int8"). logits: float32 out."""
+        """weight [N, K]. format "": as it arrives; else a name of cpu_kernels.FORMATS or one of the device's own. logits: float32 out."""
         ...
 
     def attend(self, part: spec.GQA, eps: float, q_norm: Tensor | None = None, k_norm: Tensor | None = None, sinks: Tensor | None = None) -> Attend:
-        """q_norm, k_norm as part.qk_norm says: [head_dim] ("head", "rotated") or [heads * head_dim], [kv_heads * head_dim] ("full"); sinks [heads]."""
+        """q_norm, k_norm as part.qk_norm says: [head_dim] (head, rotated) or [heads * head_dim] and [kv_heads * head_dim] (full); sinks [heads]."""
         ...
 
     def latent_attend(self, part: spec.MLA, eps: float, kv_norm: Tensor, kv_b: Tensor) -> LatentAttend:
