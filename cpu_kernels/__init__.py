@@ -2,3 +2,8 @@
 
 Knows memory and numbers only: numpy views, ids, scales. Knows no tensor library, no layer number and no model name.
 """
+from .formats import FORMATS, Format
+from .moe import Act, ExpertLayer
+from .store import ExpertStore
+
+__all__ = ["FORMATS", "Act", "ExpertLayer", "ExpertStore", "Format"]
