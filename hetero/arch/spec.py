@@ -53,6 +53,7 @@ class MLA:
     nope_dim: int
     v_dim: int
     rope: Rope
+    scale: float | None = None           # None: (nope_dim + rope.dim) ** -0.5
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Router:
     group_score: str = "max"             # max | top2
     correction: bool = False             # a bias that picks, and does not weigh
     bias: bool = False
+    jitter: float = 0.0                  # sparsemixer: scores further below the best than 2 * jitter of their size do not count
 
 
 @dataclass(frozen=True)
