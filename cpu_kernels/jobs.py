@@ -1,0 +1,301 @@
+"""What runs inside a team's threads: sharing out tasks, barriers, the workers' loop, dispatch and play; knows memory words only, no Python thread.
+
+**A job** is `@kernel def job(control, tid, threads, arguments) -> int` on four int64, called by every thread (tid 0 is the caller's own).
+It returns 0, or a code of its own, or raises. `arguments` is an address of whatever the job's owner put there. Inside a job:
+
+    lo, hi = share(n, tid, threads)                  # a contiguous range of n tasks
+    counter = claims(control, tid, owner, stage)     # claim counter of thread `owner`, zero at the job's start, one per stage (STAGES of them)
+    t = add(counter, 1)                              # take the next task of that owner's range: own range first, then the others' (stealing)
+    if not barrier(control, tid, threads): return 0  # everybody's writes are visible behind it; False: the job was aborted, leave at once
+    arrive(control, tid)                             # or the barrier in two halves, with something useful
+    while arrived(control, tid, threads) == 0: ...   # between them; 1 go on, -1 aborted
+
+`team.prepare` makes of it what `Team.run` and `Program` take. Nothing here depends on which thread computes what, so a job
+whose tasks write disjoint places gives the same bits for any number of threads. Control words stand on 128 B lines, as the L2
+prefetcher pulls pairs of lines; all of them but the claim counters only grow, so nothing is reset on the path.
+"""
+
+from .atoms import add, call, clock, fence, give_way, load, load32, pause, peek, poke, sleep_on, store, store32, wake_all
+from .jit import kernel
+
+LINE = 128
+MOST = 256                                           # threads
+STAGES = 4                                           # claim counters per thread and job
+OK, LATE, FAILED, STOPPED, LOST = range(5)           # why a job ended
+
+# line 0, written by the dispatching thread only
+SEQ, JOB, ARGUMENTS, THREADS, ROUND = 0, 8, 16, 24, 32
+# line 1, rarely written
+STOP, ABORT, SPINS, PATIENCE, PARK, DEADLINE, READY = (LINE + 8 * i for i in range(7))
+SLEEPERS, GO, LAYER = 2 * LINE, 3 * LINE, 4 * LINE
+# one line per thread: acknowledged seq, the job's code, status and exception of the job, of a job inside play, own round; clock scratch
+OWN = 8 * LINE
+CODE, STATUS, INNER, OWN_ROUND, SCRATCH = 8, 16, 32, 48, 64
+ARRIVED = OWN + MOST * LINE
+CLAIMS = ARRIVED + MOST * LINE
+CONTROL_BYTES = CLAIMS + 2 * STAGES * MOST * LINE
+GRACE_NS = 2_000_000_000                            # after a deadline: how long a worker may take to notice before it counts as lost
+
+
+@kernel
+def share(n: int, tid: int, threads: int) -> tuple[int, int]:
+    """The range of n tasks that belongs to tid."""
+    return n * tid // threads, n * (tid + 1) // threads
+
+
+@kernel
+def claims(control: int, tid: int, owner: int, stage: int) -> int:
+    """Address of the counter from which tasks of `owner` are taken in this job's `stage`."""
+    odd = peek(control + OWN + tid * LINE + OWN_ROUND) & 1
+    return control + CLAIMS + ((odd * STAGES + stage) * MOST + owner) * LINE
+
+
+@kernel
+def aborted(control: int) -> bool:
+    """True when this job is being given up: a long task may look now and then."""
+    return load(control + ABORT) != 0
+
+
+@kernel
+def late(control: int, tid: int) -> bool:
+    return tid == 0 and clock(control + OWN + SCRATCH) > load(control + DEADLINE)
+
+
+@kernel
+def reached(control: int, tid: int, address: int, value: int) -> bool:
+    """Spins until the word at address is at least value; False when the job was aborted or (thread 0) its deadline passed."""
+    spun = 0
+    while load(address) < value:
+        pause()
+        spun += 1
+        if spun & 63 == 0:
+            if load(control + ABORT) != 0:
+                return False
+            if spun & 255 == 0 and late(control, tid):
+                store(control + ABORT, LATE)
+                return False
+            if spun > load(control + PATIENCE):
+                give_way()
+    return True
+
+
+@kernel
+def arrive(control: int, tid: int) -> None:
+    """First half of a barrier: this thread's writes are done."""
+    own = control + ARRIVED + tid * LINE
+    store(own, peek(own) + 1)
+
+
+@kernel
+def arrived(control: int, tid: int, threads: int) -> int:
+    """Second half: 1 when all have arrived, 0 not yet, -1 when the job was aborted. Never waits."""
+    epoch = peek(control + ARRIVED + tid * LINE)
+    if tid == 0:
+        for other in range(1, threads):
+            if load(control + ARRIVED + other * LINE) < epoch:
+                if load(control + ABORT) != 0:
+                    return -1
+                if late(control, tid):
+                    store(control + ABORT, LATE)
+                    return -1
+                return 0
+        store(control + GO, epoch)
+        return 1
+    if load(control + GO) >= epoch:
+        return 1
+    return -1 if load(control + ABORT) != 0 else 0
+
+
+@kernel
+def barrier(control: int, tid: int, threads: int) -> bool:
+    """Waits for all threads of the job; False when the job was aborted."""
+    if threads == 1:
+        return load(control + ABORT) == 0
+    arrive(control, tid)
+    epoch = peek(control + ARRIVED + tid * LINE)
+    if tid != 0:
+        return reached(control, tid, control + GO, epoch)
+    for other in range(1, threads):
+        if not reached(control, tid, control + ARRIVED + other * LINE, epoch):
+            return False
+    store(control + GO, epoch)
+    return True
+
+
+@kernel
+def begin(control: int, tid: int, turn: int) -> None:
+    """A new round for this thread: its claim counters of the idle set become zero for the round after."""
+    poke(control + OWN + tid * LINE + OWN_ROUND, turn)
+    idle = (turn + 1) & 1
+    for stage in range(STAGES):
+        poke(control + CLAIMS + ((idle * STAGES + stage) * MOST + tid) * LINE, 0)
+
+
+@kernel
+def enter(control: int, tid: int, seq: int) -> None:
+    own = control + OWN + tid * LINE
+    begin(control, tid, peek(control + ROUND))
+    poke(own + INNER, 0)
+    store(control + ARRIVED + tid * LINE, seq << 20)
+    code = call(peek(control + JOB), control, tid, peek(control + THREADS), peek(control + ARGUMENTS), own + STATUS)
+    poke(own + CODE, code)
+    if (code != 0 or peek(own + STATUS) != 0) and load(control + ABORT) == 0:
+        store(control + ABORT, FAILED)
+
+
+@kernel
+def work(control: int, tid: int) -> int:
+    """A worker's whole life."""
+    own = control + OWN + tid * LINE
+    seq = load(own)
+    add(control + READY, 1)
+    while True:
+        spun = 0
+        while load(control + SEQ) == seq:
+            pause()
+            spun += 1
+            if spun & 63 == 0 and (spun > load(control + SPINS) or load(control + PARK) != 0):
+                add(control + SLEEPERS, 1)
+                fence()
+                while load(control + SEQ) == seq:
+                    sleep_on(control + SEQ, seq)
+                add(control + SLEEPERS, -1)
+                break
+        seq += 1
+        if load(control + STOP) != 0:
+            store(own, seq)
+            return 0
+        enter(control, tid, seq)
+        store(own, seq)
+
+
+@kernel
+def publish(control: int) -> int:
+    seq = load(control + SEQ) + 1
+    store(control + SEQ, seq)
+    fence()
+    if load(control + SLEEPERS) > 0:
+        wake_all(control + SEQ)
+    return seq
+
+
+@kernel
+def dispatch(control: int, job: int, arguments: int, deadline_ns: int) -> int:
+    """Runs one job on all threads, the calling one included, and waits for them. OK, LATE, FAILED, STOPPED or LOST. Needs no GIL."""
+    threads = peek(control + THREADS)
+    store(control + ABORT, 0)
+    store(control + PARK, 0)
+    poke(control + JOB, job)
+    poke(control + ARGUMENTS, arguments)
+    poke(control + ROUND, peek(control + ROUND) + 1)
+    store(control + DEADLINE, clock(control + OWN + SCRATCH) + deadline_ns)
+    seq = publish(control)
+    enter(control, 0, seq)
+    for tid in range(1, threads):
+        spun = 0
+        while load(control + OWN + tid * LINE) < seq:
+            pause()
+            spun += 1
+            if spun & 63 == 0:
+                if spun & 255 == 0 and late(control, 0):
+                    if load(control + ABORT) == 0:
+                        store(control + ABORT, LATE)
+                    if clock(control + OWN + SCRATCH) > load(control + DEADLINE) + GRACE_NS:
+                        return LOST
+                if spun > load(control + PATIENCE):
+                    give_way()
+    why = load(control + ABORT)
+    if why != 0:                                     # everybody is back: forget what the job left half done
+        for line in range(2 * STAGES * MOST):
+            poke(control + CLAIMS + line * LINE, 0)
+    return why
+
+
+@kernel
+def answered(control: int, flag: int) -> bool:
+    """Thread 0 waits for somebody else's flag to be 1."""
+    spun = 0
+    while load32(flag) != 1:
+        pause()
+        spun += 1
+        if spun & 255 == 0:
+            if load(control + ABORT) != 0:
+                return False
+            if late(control, 0):
+                store(control + ABORT, LATE)
+                return False
+    return True
+
+
+@kernel
+def play(control: int, tid: int, threads: int, arguments: int) -> int:
+    """arguments: layers, table of (job, arguments), request flags, done flags, deadline in ns, times of (seen, done) per layer.
+
+    Reset rules: request[l] becomes 0 when it was seen, done[l - 1] too, as request[l] proves that the GPU is past waiting for it. So the
+    CPU alone resets, and a step launched ahead cannot be mistaken for this one."""
+    layers, table, requests, dones = peek(arguments), peek(arguments + 8), peek(arguments + 16), peek(arguments + 24)
+    deadline_ns, times = peek(arguments + 32), peek(arguments + 40)
+    own = control + OWN + tid * LINE
+    turn = peek(own + OWN_ROUND)
+    base = peek(control + ARRIVED + tid * LINE)
+    code = 0
+    for layer in range(layers):
+        if tid == 0:
+            store(control + DEADLINE, clock(own + SCRATCH) + deadline_ns)
+            if not answered(control, requests + layer * LINE):
+                break
+            now = clock(own + SCRATCH)
+            poke(times + 16 * layer, now)
+            store(control + DEADLINE, now + deadline_ns)
+            store32(requests + layer * LINE, 0)
+            if layer == 0:
+                store32(requests + layers * LINE, 0)
+                store32(dones + (layers - 1) * LINE, 0)
+            else:
+                store32(dones + (layer - 1) * LINE, 0)
+            store(control + LAYER, base + layer + 1)
+        elif not reached(control, tid, control + LAYER, base + layer + 1):
+            break
+        begin(control, tid, turn + layer + 1)
+        code = call(peek(table + 16 * layer), control, tid, threads, peek(table + 16 * layer + 8), own + INNER)
+        if code != 0 or peek(own + INNER) != 0:
+            if load(control + ABORT) == 0:
+                store(control + ABORT, FAILED)
+            break
+        arrive(control, tid)
+        if tid == 0:
+            epoch = peek(own - OWN + ARRIVED)
+            for other in range(1, threads):
+                if not reached(control, tid, control + ARRIVED + other * LINE, epoch):
+                    break
+            if load(control + ABORT) != 0:
+                break
+            store(control + GO, epoch)
+            poke(times + 16 * layer + 8, clock(own + SCRATCH))
+            store32(dones + layer * LINE, 1)
+    if tid == 0:
+        poke(control + ROUND, turn + layers)
+        if load(control + ABORT) != 0:              # every wait of the step becomes true: the GPU runs to its end with garbage
+            for layer in range(layers):
+                store32(dones + layer * LINE, 1)
+    return code
+
+
+@kernel
+def wait_flag(flag: int, deadline_ns: int, scratch: int) -> int:
+    end = clock(scratch) + deadline_ns
+    spun = 0
+    while load32(flag) != 1:
+        pause()
+        spun += 1
+        if spun & 255 == 0 and clock(scratch) > end:
+            return LATE
+    return OK
+
+
+@kernel
+def pauses_ns(count: int, scratch: int) -> int:
+    start = clock(scratch)
+    for _ in range(count):
+        pause()
+    return clock(scratch) - start
