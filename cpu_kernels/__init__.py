@@ -5,5 +5,6 @@ Knows memory and numbers only: numpy views, ids, scales. Knows no tensor library
 from .formats import FORMATS, Format
 from .moe import Act, ExpertLayer
 from .store import ExpertStore
+from .team import Mailbox, Program, Team
 
-__all__ = ["FORMATS", "Act", "ExpertLayer", "ExpertStore", "Format"]
+__all__ = ["FORMATS", "Act", "ExpertLayer", "ExpertStore", "Format", "Mailbox", "Program", "Team"]

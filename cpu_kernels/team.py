@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,6 +161,7 @@ class Team:
         while self._get(jobs.READY) < self.threads - 1:
             time.sleep(0.0002)
         self._open = True
+        self._ending = weakref.finalize(self, _end, self._memory, self._control)
 
     def _get(self, word: int) -> int:
         return int(self._memory[word:word + 8].view(np.int64)[0])
@@ -225,7 +227,7 @@ class Team:
 
     def _replace(self, keep: Any) -> None:
         _lost.append((self._memory, keep))           # a thread that comes back late still writes there
-        self._end()
+        self._ending()
         self._start()
 
     def abort(self) -> None:
@@ -253,17 +255,12 @@ class Team:
         finally:
             os.sched_setaffinity(thread, before)
 
-    def _end(self) -> None:
-        self._set(jobs.STOP, 1)
-        self._set(jobs.ABORT, STOPPED)
-        jobs.publish(self._control)
-
     def close(self) -> None:
         """Ends the threads; always returns, may be called again. A thread that hangs in a job is left to end with it."""
         if not self._open or os.getpid() != self._pid:
             return
         self._open = False
-        self._end()
+        self._ending()
         end = time.monotonic() + 1.0
         for worker in self._workers:
             worker.join(max(0.0, end - time.monotonic()))
@@ -285,6 +282,12 @@ def _life(memory: np.ndarray, control: int, tid: int, core: int) -> None:
     os.sched_setaffinity(threading.get_native_id(), {core})
     jobs.work(control, tid)
     del memory
+
+
+def _end(memory: np.ndarray, control: int) -> None:
+    """Sends the threads of a control block home, also when its team is simply dropped or the process ends."""
+    memory[jobs.STOP:jobs.ABORT + 8].view(np.int64)[:] = (1, STOPPED)
+    jobs.publish(control)
 
 
 def _raised(info: int, tid: int) -> Exception:
