@@ -5,6 +5,7 @@ How a job is written stands in `jobs`. `prepare(job, arguments, keep)` makes wha
 
 import ctypes
 import functools
+import operator
 import os
 import pickle
 import threading
@@ -50,10 +51,10 @@ _SHAPE = (types.int64,) * 4
 def address(job: Any) -> int:
     """Compiles the job (a @kernel of four ints) and gives its machine code's address."""
     job.compile(_SHAPE)
-    made = job.overloads[_SHAPE]
-    if types.unliteral(made.signature.return_type) != types.int64:
-        raise TypeError(f"job {job.__name__} returns {made.signature.return_type}; a job returns an int64")
-    return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
+    signature, library, function = operator.attrgetter("signature", "library", "fndesc")(job.overloads[_SHAPE])
+    if types.unliteral(signature.return_type) != types.int64:
+        raise TypeError(f"job {job.__name__} returns {signature.return_type}; a job returns an int64")
+    return int(library.get_pointer_to_function(function.llvm_func_name))
 
 
 def prepare(job: Any, arguments: np.ndarray, keep: Any = None) -> Prepared:

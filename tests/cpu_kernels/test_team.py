@@ -139,7 +139,12 @@ def test_a_thread_that_never_returns_is_replaced(monkeypatch):
 def test_close_returns_while_a_thread_hangs_and_may_be_called_again():
     crew = team.Team(threads=2)
     stuck = np.array([0, 1], np.int64)
-    caller = threading.Thread(target=lambda: pytest.raises(team.JobFailed, crew.run, team.prepare(linger, stuck), 0.05))
+    job = team.prepare(linger, stuck)
+
+    def call():
+        with pytest.raises(team.JobFailed):
+            crew.run(job, 0.05)
+    caller = threading.Thread(target=call)
     caller.start()
     time.sleep(0.02)
     crew.close()
