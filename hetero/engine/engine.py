@@ -1,0 +1,304 @@
+"""Serves many requests at once: pick, run, accept; knows counts, token ids and logits, but no model and no text.
+
+Not thread-safe: one owner calls `add`, `step` and `abort`, in any order, between steps.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero.engine.admission import validate
+from hetero.engine.runner import Decoder, Runner
+from hetero.engine.sampling import Choice, Draw, Tally, choose, score
+from hetero.engine.scheduler import Limits, Pace, Scheduler, Sequence, Work
+from hetero.errors import BadRequest, EngineFailed
+from hetero.gpu.ops import Step
+from hetero.memory.cache import Cache
+from hetero.memory.pages import Pages, Table
+from hetero.request import Output, Request, TokenLogprob, uniform
+
+
+@dataclass
+class Stats:
+    """Counters since the start (plain numbers, for metrics), and gauges of now."""
+
+    running: int = 0
+    waiting: int = 0
+    pages: int = 0
+    pages_held: int = 0
+    pages_cached: int = 0
+    host_pages: int = 0
+    host_pages_used: int = 0
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    preempted: int = 0
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    prefill_s: float = 0.0               # of steps that had prompt tokens
+    decode_s: float = 0.0                # of steps that had none
+    worst_gap_s: float = 0.0             # longest step while somebody decoded
+    stalls: int = 0                      # steps longer than max_stall_s while somebody decoded
+    copied_pages: int = 0
+
+
+class Live:
+    """A request between add and its last output."""
+
+    def __init__(self, request: Request, sequences: list[Sequence]) -> None:
+        self.request, self.sequences = request, sequences
+        self.tallies = {s.index: Tally(request.prompt) for s in sequences if _penalized(request)}
+        self.open = set(range(len(sequences)))
+        self.prefilled = False
+
+
+def _penalized(request: Request) -> bool:
+    s = request.sampling
+    return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+
+
+def guess(decodes: int, tokens: int, context: int) -> float:
+    """A shape to start from until steps are measured: seconds of a step with `tokens` prompt tokens, attention growing with the context."""
+    return 1e-3 * (4 + decodes + tokens * (1 + context / 16384))
+
+
+class Engine:
+    """Requests in, outputs out. `vocab`: the tokenizer's size; `context`: most tokens of a sequence; `eos`: ids that end one."""
+
+    def __init__(self, decoder: Decoder, cache: Cache, vocab: int, context: int, eos: Iterable[int], limits: Limits = Limits(),  # noqa: B008
+                 estimate: Callable[[int, int, int], float] = guess, seed: int | None = None) -> None:
+        self.cache, self.vocab, self.eos, self.limits = cache, vocab, frozenset(eos), limits
+        self.pages = Pages(cache.pages, cache.page_size, cache.host_pages, cache.window)
+        self.context = context
+        if self.pages.need(context, limits.chunk_tokens) > cache.pages:
+            self.context = cache.pages * cache.page_size
+        self.scheduler = Scheduler(self.pages, limits, Pace(estimate, cache.page_size))
+        self.runner = Runner(decoder, cache, vocab, limits.max_batch, limits.chunk_tokens, self.context)
+        self.live: dict[str, Live] = {}
+        self.ready: list[Output] = []                      # outputs that no step brought: aborts
+        self.failure: EngineFailed | None = None
+        self.arrivals, self.seeds = 0, seed
+        self.count = Stats(pages=cache.pages, host_pages=cache.host_pages)
+
+    # -- the public face ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return not self.live and not self.ready
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises BadRequest (`param` names the field) or ContextExceeded before anything is changed."""
+        if self.failure is not None:
+            raise self.failure
+        validate(request, self.vocab, self.context, self.limits)
+        if request.id in self.live:
+            raise BadRequest(f"a request with id {request.id!r} is running", "give each request its own id", "id")
+        self.arrivals += 1
+        sampling, now = request.sampling, time.monotonic()
+        seed = sampling.seed if sampling.seed is not None else self._seed()
+        salt = 0 if request.cache_prompt else self.arrivals
+        room = min(self.context, len(request.prompt) + (sampling.max_tokens or 256))
+        sequences = []
+        for index in range(sampling.n):
+            tokens = np.zeros(room, np.int32)
+            tokens[:len(request.prompt)] = request.prompt
+            sequences.append(Sequence(request, index, seed, self.arrivals, now, tokens, len(request.prompt), Table(salt),
+                                      request.mask.fork() if request.mask is not None and index else request.mask,
+                                      request.watcher.fork() if request.watcher is not None and index else request.watcher))
+        self.live[request.id] = Live(request, sequences)
+        self.scheduler.add(sequences[0])                   # the others share its prompt's pages, so they wait for them
+        self.count.requests += 1
+
+    def abort(self, id: str) -> None:
+        """Ends a request in whatever phase it is; its pages are free at once, and its last output comes with the next step. Unknown ids: nothing."""
+        live = self.live.pop(id, None)
+        if live is None:
+            return
+        for sequence in live.sequences:
+            if sequence.index in live.open:
+                self.scheduler.remove(sequence)
+                self.ready.append(self._output(sequence, (), finish="abort"))
+        self.count.aborted += 1
+
+    def step(self) -> list[Output]:
+        """One forward over what is to run now: one output per sequence that got a token or ended. Raises EngineFailed when it cannot go on,
+        after which every request has ended with "error" and `add` raises it too."""
+        if self.failure is not None and not self.ready:
+            raise self.failure
+        outputs, self.ready = self.ready, []
+        began = time.monotonic()
+        work = self.scheduler.pick(began)
+        if not work:
+            if not self.scheduler.running:
+                self.scheduler.check()
+            return outputs
+        copies = self.pages.orders()
+        self.cache.copy(copies)
+        try:
+            step, logits = self.runner.run(work)
+            outputs += self._accept(work, step, logits)
+        except EngineFailed as failure:
+            return outputs + self._fail(failure)
+        self._measure(work, time.monotonic() - began, len(copies))
+        return outputs
+
+    def stats(self) -> Stats:
+        """The counters, with the gauges of now."""
+        c = self.count
+        c.running, c.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        c.pages_held, c.pages_cached = self.pages.held, len(self.pages.cached)
+        c.host_pages_used, c.preempted = len(self.pages.host_used), self.scheduler.preempted
+        return c
+
+    def clear(self) -> None:
+        """Forgets cached prompts that nobody is using."""
+        self.pages.clear()
+
+    # -- accepting a step ---------------------------------------------------------------------------------------------------------------
+
+    def _accept(self, work: list[Work], step: Step, logits: Tensor) -> list[Output]:
+        """Turns logits into tokens and sequences into their next state."""
+        picked: list[tuple[Work, int]] = []                # whose next token is sampled, from which row of the logits
+        broken: list[Sequence] = []
+        row = 0
+        for w in work:
+            if w.sequence.scoring:
+                if not self._score(w, logits[row:row + w.count]):
+                    broken.append(w.sequence)
+                row += w.count
+                if w.last and w.sequence not in broken:
+                    picked.append((w, row - 1))
+            elif w.last:
+                picked.append((w, row))
+                row += 1
+        choices = self._choose(picked, logits) if picked else []
+        broken += [w.sequence for (w, _), choice in zip(picked, choices, strict=True) if choice.fault == "finite"]
+        outputs = self._break(broken, step) if broken else []
+        for w in work:
+            w.sequence.computed += w.count if w.sequence.row >= 0 else 0
+        for (w, _), choice in zip(picked, choices, strict=True):
+            if choice.fault == "mask":
+                outputs.append(self._end(w.sequence, (), "error", error="the constraint allows no token here"))
+            elif choice.fault is None:
+                outputs.append(self._advance(w.sequence, choice))
+        return outputs
+
+    def _choose(self, picked: list[tuple[Work, int]], logits: Tensor) -> list[Choice]:
+        rows = [row for _, row in picked]
+        if rows != list(range(len(logits))):
+            logits = logits[rows]
+        return choose(logits, [self._draw(w.sequence) for w, _ in picked])
+
+    def _draw(self, sequence: Sequence) -> Draw:
+        sampling, early = sequence.request.sampling, sequence.generated < sequence.request.sampling.min_tokens
+        return Draw(sampling, sequence.seed, sequence.generated, sequence.index, self.live[sequence.request.id].tallies.get(sequence.index),
+                    tuple(self.eos.union(sampling.stop_ids)) if early else (), sequence.mask.allowed() if sequence.mask is not None else None)
+
+    def _score(self, w: Work, logits: Tensor) -> bool:
+        """Adds the log-probabilities of the prompt tokens that follow the work's rows; False when the logits are not finite."""
+        sequence, scores = w.sequence, w.sequence.prompt_scores
+        if not bool(torch.isfinite(logits.sum())):
+            return False
+        if not scores:
+            scores.append(None)
+        start = len(scores)                                # more than computed + 1 after a preemption
+        end = min(sequence.computed + w.count + 1, sequence.prompt_length)
+        if start < end:
+            rows = logits[start - 1 - sequence.computed:end - 1 - sequence.computed]
+            top = sequence.request.sampling.prompt_logprobs or 0
+            scores += score(rows, sequence.tokens[start:end].tolist(), [top] * (end - start))
+        return True
+
+    def _advance(self, sequence: Sequence, choice: Choice) -> Output:
+        """Takes a sampled token: the KV before it is good, so its pages may be shared; then whether the sequence ends here."""
+        request, token = sequence.request, choice.token
+        live, sampling = self.live[request.id], request.sampling
+        self.pages.commit(sequence.table, sequence.tokens, sequence.computed)
+        if sequence.generated == 0:
+            self.count.prompt_tokens += sequence.prompt_length
+            self.count.cached_tokens += sequence.cached_tokens
+            self._prefilled(live)
+        sequence.append(token)
+        if sequence.index in live.tallies:
+            live.tallies[sequence.index].add(token)
+        stop = sequence.watcher is not None and sequence.watcher.see(token)
+        if sequence.mask is not None:
+            sequence.mask.accept(token)
+        stop = stop or token in sampling.stop_ids or (token in self.eos and not sampling.ignore_eos)
+        full = sequence.length >= self.context or (sampling.max_tokens is not None and sequence.generated >= sampling.max_tokens)
+        finish = "stop" if stop else "length" if full else None
+        if finish:
+            return self._end(sequence, (token,), finish, choice.logprob)
+        return self._output(sequence, (token,), choice.logprob)
+
+    def _prefilled(self, live: Live) -> None:
+        """The prompt's pages are in the index: the other n - 1 sequences may come and share them."""
+        if not live.prefilled:
+            live.prefilled = True
+            for sequence in live.sequences[1:]:
+                self.scheduler.add(sequence)
+
+    def _break(self, broken: list[Sequence], step: Step) -> list[Output]:
+        """Ends sequences whose logits are not finite: their pages are zeroed, never indexed, and the layer is named where it is known."""
+        layer = self.runner.decoder.diagnose(step, self.cache)
+        where = f"after layer {layer}" if layer is not None else "in the logits"
+        outputs = []
+        for sequence in broken:
+            own = [p for j, p in enumerate(sequence.table.pages) if p >= 0 and j >= sequence.table.committed]
+            self.cache.scrub(own)
+            outputs.append(self._end(sequence, (), "error", error=f"NaN or infinity {where} at token {sequence.length}"))
+            live = self.live.get(sequence.request.id)
+            if live is not None and not live.prefilled:    # the others have the same prompt
+                outputs += [self._end(s, (), "error", error=outputs[-1].error) for s in live.sequences if s.index in live.open]
+        return outputs
+
+    def _end(self, sequence: Sequence, tokens: tuple[int, ...], finish: str, logprob: TokenLogprob | None = None, error: str | None = None) -> Output:
+        self.scheduler.remove(sequence)
+        live = self.live[sequence.request.id]
+        live.open.discard(sequence.index)
+        if finish == "error":
+            self.count.failed += 1
+        if not live.open:
+            del self.live[sequence.request.id]
+            self.count.finished += 1
+        return self._output(sequence, tokens, logprob, finish, error)
+
+    def _output(self, sequence: Sequence, tokens: tuple[int, ...], logprob: TokenLogprob | None = None, finish: str | None = None,
+                error: str | None = None) -> Output:
+        first = sequence.generated == len(tokens)
+        return Output(sequence.request.id, sequence.index, tokens, (logprob,) if logprob else (), tuple(sequence.prompt_scores) if first else (),
+                      finish, error, sequence.cached_tokens, sequence.cache_miss, sequence.prompt_length, sequence.seed)
+
+    def _fail(self, failure: EngineFailed) -> list[Output]:
+        """The engine cannot go on: every request ends with the reason."""
+        self.failure = failure
+        return [self._end(s, (), "error", error=failure.message) for live in list(self.live.values()) for s in live.sequences if s.index in live.open]
+
+    # -- counting -----------------------------------------------------------------------------------------------------------------------
+
+    def _measure(self, work: list[Work], took_s: float, copies: int) -> None:
+        c = self.count
+        chunks = [w for w in work if w.count > 1]
+        tokens, decodes = sum(w.count for w in chunks), len(work) - len(chunks)
+        c.steps, c.copied_pages = c.steps + 1, c.copied_pages + copies
+        c.prefill_tokens, c.decode_tokens = c.prefill_tokens + tokens, c.decode_tokens + decodes
+        if decodes:
+            c.worst_gap_s = max(c.worst_gap_s, took_s)
+            c.stalls += took_s > self.limits.max_stall_s
+        if chunks:
+            c.prefill_s += took_s
+            self.scheduler.pace.learn(decodes, tokens, max(w.sequence.computed for w in chunks), took_s)
+        else:
+            c.decode_s += took_s
+
+    def _seed(self) -> int:
+        return secrets.randbits(63) if self.seeds is None else int(uniform(self.seeds, self.arrivals) * 2**53)
