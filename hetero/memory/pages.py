@@ -338,11 +338,12 @@ class Pages:
             for page in live:
                 holds[page] += 1
         assert holds == self.refs, f"references {self.refs} but tables hold {holds}"
-        assert len(set(self.free)) == len(self.free)
+        free = set(self.free)
+        assert len(free) == len(self.free)
         for page in range(self.count):
             where = (page in self.cached) + (holds[page] > 0)
-            assert (page in self.free) == (where == 0) and where < 2, f"page {page} is in {where} places"
-            assert page not in self.entry or page not in self.free, f"free page {page} is indexed"
+            assert (page in free) == (where == 0) and where < 2, f"page {page} is in {where} places"
+            assert page not in self.entry or page not in free, f"free page {page} is indexed"
         assert all(self.entry.get(p) is e for p, e in self.cached.items())
         assert all(e.page == p and self.index.get(e.digest) is e for p, e in self.entry.items())
         assert all(e.host == h and self.index.get(e.digest) is e for h, e in self.host_used.items())

@@ -1,0 +1,78 @@
+"""A tiny decoder whose logits depend on the KV that is really stored in the cache: a wrong, stale or shared page changes its answer."""
+
+import torch
+
+from hetero.arch import spec
+from hetero.engine.engine import Engine
+from hetero.memory.cache import Cache
+
+VOCAB = 61
+TABLE = torch.randn(8191, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
+
+
+def model(layers: int = 2, window: int | None = None) -> spec.Model:
+    part = spec.GQA(heads=1, kv_heads=1, head_dim=2, rope=None, window=window)
+    return spec.Model("fake", 2, VOCAB, 1e-6, tuple(spec.Layer(part, spec.Dense(1)) for _ in range(layers)), True, {}, 4096)
+
+
+class FakeDecoder:
+    """Each layer stores (token, position) of what it is given; the next token hashes, per row, everything the row may see, exactly in integers."""
+
+    def __init__(self, window: int | None = None, poison: int | None = None) -> None:
+        self.window, self.poison, self.steps, self.sizes = window, poison, 0, []
+
+    def __call__(self, step, cache):
+        self.steps += 1
+        self.sizes.append(len(step.tokens))
+        size = cache.page_size
+        for l in range(2):
+            kv = cache.layer(l)
+            for value, part in ((step.tokens, kv.keys), (step.positions, kv.values)):
+                part[step.slots // size, 0, step.slots % size] = torch.stack([value, value + l], -1).to(part.dtype)
+        starts = step.starts.tolist()
+        owner = [s for s in range(len(starts) - 1) for _ in range(starts[s], starts[s + 1])]
+        for s in range(len(starts) - 1):                                             # the last row of each sequence sees the most
+            self.row(step, cache, s, int(step.positions[starts[s + 1] - 1]))
+        logits = [self.row(step, cache, owner[r], int(step.positions[r])) for r in step.wanted.tolist()]
+        logits = torch.stack(logits) if logits else torch.zeros(0, VOCAB)
+        return torch.cat([logits, torch.full((len(logits), 3), 1e4)], 1)             # three padded columns that would always win
+
+    def row(self, step, cache, s, position):
+        size, first = cache.page_size, 0 if self.window is None else max(0, position - self.window + 1)
+        where = torch.arange(first, position + 1)
+        page = step.pages[s][where // size].long()
+        assert (page >= 0).all(), "a needed page was given back"
+        hashed = 7
+        for l in range(2):
+            kv = cache.layer(l)
+            tokens, places = kv.keys[page, 0, where % size], kv.values[page, 0, where % size]
+            assert torch.equal(places[:, l], (where + l).float()), "another sequence's or a stale page"
+            hashed = (hashed * 31 + int((tokens[:, l].long() * (where % 13 + 1)).sum())) % 1000003
+        logits = TABLE[hashed % len(TABLE)]
+        if self.poison is not None and self.poison in tokens[:, 0].tolist():
+            logits = logits.clone().index_fill_(0, torch.tensor([5]), torch.nan)
+        return logits
+
+    def diagnose(self, step, cache):
+        return 1
+
+
+def engine(pages=64, page_size=4, host_pages=0, window=None, limits=None, context=200, eos=(0,), poison=None, **kw):
+    from hetero.engine.scheduler import Limits
+    cache = Cache(model(window=window), pages, page_size, "f32", host_pages=host_pages)
+    return Engine(FakeDecoder(window, poison), cache, VOCAB, context, eos, limits or Limits(max_batch=4, chunk_tokens=16), **kw)
+
+
+def run(engine, check=True):
+    """Steps until idle: {(id, index): [outputs]}"""
+    told = {}
+    while not engine.idle:
+        for output in engine.step():
+            told.setdefault((output.id, output.index), []).append(output)
+        if check:
+            engine.scheduler.check()
+    return told
+
+
+def tokens(outputs):
+    return [t for o in outputs for t in o.tokens]
