@@ -1,0 +1,34 @@
+"""From a spec, its dense tensors and executors for the routed experts to a decoder; knows the order of loading and no file."""
+
+from collections.abc import Callable
+
+from hetero.arch import spec
+from hetero.gpu.ops import Experts, Norm, Ops
+from hetero.model.attention import Attention
+from hetero.model.decoder import Block, Decoder
+from hetero.model.ffn import Glu, Routed
+from hetero.model.mla import LatentAttention
+from hetero.model.weights import LayerWeights, Weights
+
+
+def load_decoder(ops: Ops, model: spec.Model, weights: Weights, experts: Callable[[int, spec.MoE], Experts], format: str = "",
+                 head_format: str = "") -> Decoder:
+    """`experts(layer, part)` makes the executor of a routed layer. Formats: "" keeps floats as `ops` stores them."""
+    top = weights.of(None)
+    embed = ops.embed(top("embed"), model.embed_scale)
+    blocks = [load_block(ops, model, l, weights, experts, format) for l in range(len(model.layers))]
+    head = ops.matrix(top("embed" if model.tied else "head"), top.maybe("head.bias"), head_format, logits=True)
+    return Decoder(ops, model, embed, blocks, norm(ops, model, top, "norm"), head)
+
+
+def load_block(ops: Ops, model: spec.Model, l: int, weights: Weights, experts: Callable[[int, spec.MoE], Experts], format: str) -> Block:
+    layer, w = model.layers[l], weights.of(l)
+    attention = (LatentAttention(ops, layer.attention, l, model.eps, weights, format) if isinstance(layer.attention, spec.MLA)
+                 else Attention(ops, layer.attention, l, model.eps, weights, format))
+    ffn = (Routed(ops, layer.ffn, l, weights, experts(l, layer.ffn), format) if isinstance(layer.ffn, spec.MoE)
+           else Glu(ops, layer.ffn.act, "mlp", w, format))
+    return Block(ops, layer, (norm(ops, model, w, "attn_norm"), norm(ops, model, w, "ffn_norm")), attention, ffn)
+
+
+def norm(ops: Ops, model: spec.Model, w: LayerWeights, key: str) -> Norm:
+    return ops.norm(w(key), w.maybe(f"{key}.bias"), model.eps)

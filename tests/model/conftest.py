@@ -1,0 +1,56 @@
+"""Pages for tests: one cache tensor per layer, page numbers scattered on purpose, steps cut as a test likes."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetero.arch import spec
+from hetero.gpu.ops import KV, LatentKV, Step
+
+FP8 = torch.float8_e4m3fn
+
+
+class Paged:
+    """S sequences of up to `capacity` tokens each; page p of sequence s is numbered so that neighbours in a sequence are not neighbours in memory."""
+
+    def __init__(self, model: spec.Model, sequences: int = 1, capacity: int = 64, page: int = 16, dtype: torch.dtype = torch.float32) -> None:
+        per = -(-capacity // page)
+        self.page, count = page, per * sequences + 1
+        self.table = (torch.randperm(per * sequences, generator=torch.Generator().manual_seed(0)).reshape(sequences, per) + 1).int()
+        self.lengths = [0] * sequences
+        self.layers = [layer_pages(layer.attention, count, page, dtype) for layer in model.layers]
+
+    def layer(self, l: int) -> KV | LatentKV:
+        return self.layers[l]
+
+    def step(self, tokens: dict[int, list[int]], wanted: list[int] | None = None) -> Step:
+        """The step that appends tokens[s] to each sequence s; `wanted` rows, all by default."""
+        flat, positions, slots, starts, lengths = [], [], [], [0], []
+        for s, new in tokens.items():
+            at = range(self.lengths[s], self.lengths[s] + len(new))
+            flat += new
+            positions += at
+            slots += [int(self.table[s, p // self.page]) * self.page + p % self.page for p in at]
+            starts.append(len(flat))
+            self.lengths[s] += len(new)
+            lengths.append(self.lengths[s])
+        t = torch.tensor
+        return Step(t(flat), t(positions, dtype=torch.int32), t(starts, dtype=torch.int32), t(lengths, dtype=torch.int32),
+                    self.table[list(tokens)].contiguous(), t(slots), torch.zeros(len(tokens), dtype=torch.int32),
+                    t(list(range(len(flat))) if wanted is None else wanted), max(map(len, tokens.values())))
+
+
+def layer_pages(part: spec.GQA | spec.MLA, count: int, page: int, dtype: torch.dtype) -> KV | LatentKV:
+    """NaN where nothing was written, so that a read outside a sequence shows."""
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.full(shape, torch.nan).to(dtype)
+    if isinstance(part, spec.MLA):
+        return LatentKV(empty(count, page, part.kv_rank + part.rope.dim), empty(count, page, dtype=torch.float32) if dtype == FP8 else None)
+    shape = (count, part.kv_heads, page)
+    scales = [empty(*shape, dtype=torch.float32) if dtype == FP8 else None for _ in range(2)]
+    return KV(empty(*shape, part.head_dim), empty(*shape, part.head_dim), *scales)
+
+
+@pytest.fixture
+def paged() -> type[Paged]:
+    return Paged
