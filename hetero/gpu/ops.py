@@ -93,7 +93,7 @@ class Attend(Reports, Protocol):
     def __call__(self, qkv: Tensor, kv: KV, step: Step) -> Tensor:
         """qkv [T, (heads + 2 kv_heads) * head_dim], q | k | v -> [T, heads * head_dim].
 
-        Clips, norms, rotates, writes k and v at step.slots, attends."""
+        Norms (full), clips, norms (head), rotates, norms (rotated), writes k and v at step.slots, attends."""
         ...
 
 

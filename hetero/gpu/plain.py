@@ -245,13 +245,13 @@ class PlainAttend:
         self.table = None if part.rope is None else ops.table(part.rope)
 
     def split(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, heads, D], k and v [T, kv_heads, D]: clipped, normed, rotated."""
+        """q [T, heads, D], k and v [T, kv_heads, D]: normed as a whole, clipped, normed by head, rotated, normed."""
         a = self.part
-        if a.clip is not None:
-            qkv = qkv.clamp(-a.clip, a.clip)
         q, k, v = qkv.split([a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.head_dim], -1)
         if self.q_norm is not None and self.k_norm is not None and a.qk_norm == "full":
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+        if a.clip is not None:
+            q, k, v = (t.clamp(-a.clip, a.clip) for t in (q, k, v))
         q, k, v = (t.unflatten(-1, (-1, a.head_dim)) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and a.qk_norm == "head":
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
