@@ -1,0 +1,173 @@
+"""The block types of GGUF files as exact arithmetic: bytes of whole blocks to float32; knows no file.
+
+Layouts: https://github.com/ggml-org/ggml (ggml-common.h). In blocks of 32 the low nibbles are weights 0..15 and the high ones 16..31.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero.errors import BadCheckpoint
+from hetero.weights.layout import Place
+from hetero.weights.minifloats import TWICE
+from hetero.weights.reading import Codes, Parts, Reading
+from hetero.weights.stored import E8M0
+
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+
+
+def half(b: np.ndarray, at: int) -> np.ndarray:
+    """The fp16 at byte `at` of each block, float32 [n, 1]."""
+    return np.ascontiguousarray(b[:, at:at + 2]).view(np.float16).astype(np.float32)
+
+
+def pairs(q: np.ndarray) -> np.ndarray:
+    """Bytes [n, 16] to nibbles [n, 32]: all low ones, then all high ones."""
+    return np.concatenate([q & 15, q >> 4], 1)
+
+
+def fifth_bits(b: np.ndarray, at: int) -> np.ndarray:
+    """The 32 bits at byte `at`, [n, 32] of 0 or 16."""
+    return np.unpackbits(b[:, at:at + 4], axis=1, bitorder="little") << 4
+
+
+def q4_0(b: np.ndarray) -> np.ndarray:
+    return half(b, 0) * (pairs(b[:, 2:]).astype(np.int8) - 8)
+
+
+def q4_1(b: np.ndarray) -> np.ndarray:
+    return half(b, 0) * pairs(b[:, 4:]) + half(b, 2)
+
+
+def q5_0(b: np.ndarray) -> np.ndarray:
+    return half(b, 0) * ((pairs(b[:, 6:]) | fifth_bits(b, 2)).astype(np.int8) - 16)
+
+
+def q5_1(b: np.ndarray) -> np.ndarray:
+    return half(b, 0) * (pairs(b[:, 8:]) | fifth_bits(b, 4)) + half(b, 2)
+
+
+def q8_0(b: np.ndarray) -> np.ndarray:
+    return half(b, 0) * b[:, 2:].view(np.int8)
+
+
+def mxfp4(b: np.ndarray) -> np.ndarray:
+    return E8M0[b[:, :1]] * np.float32(0.5) * TWICE[pairs(b[:, 1:])]
+
+
+def iq4_nl(b: np.ndarray) -> np.ndarray:
+    return half(b, 0) * IQ4[pairs(b[:, 2:])]
+
+
+def iq4_xs(b: np.ndarray) -> np.ndarray:
+    high = np.ascontiguousarray(b[:, 2:4]).view(np.uint16)
+    low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], 2).reshape(-1, 8)
+    scale = (low | ((high >> (2 * np.arange(8, dtype=np.uint16))) & 3).astype(np.uint8) << 4).astype(np.int8) - 32
+    q = pairs(b[:, 8:].reshape(-1, 16)).reshape(-1, 8, 32)
+    return ((half(b, 0) * scale)[:, :, None] * IQ4[q]).reshape(-1, 256)
+
+
+def scales_k4(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight 6-bit scales and eight 6-bit minimums in 12 bytes, uint8 [n, 8] each."""
+    first, second, third = b[:, 0:4], b[:, 4:8], b[:, 8:12]
+    return (np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], 1),
+            np.concatenate([second & 63, (third >> 4) | (second >> 6) << 4], 1))
+
+
+def halves_of_64(q: np.ndarray) -> np.ndarray:
+    """Bytes [n, 128] to nibbles [n, 8, 32]: of every 32 bytes the low nibbles, then the high ones."""
+    q = q.reshape(-1, 4, 1, 32)
+    return np.concatenate([q & 15, q >> 4], 2).reshape(-1, 8, 32)
+
+
+def q4_k(b: np.ndarray) -> np.ndarray:
+    scale, least = scales_k4(b[:, 4:16])
+    return ((half(b, 0) * scale)[:, :, None] * halves_of_64(b[:, 16:]) - (half(b, 2) * least)[:, :, None]).reshape(-1, 256)
+
+
+def q5_k(b: np.ndarray) -> np.ndarray:
+    scale, least = scales_k4(b[:, 4:16])
+    high = (b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1
+    q = halves_of_64(b[:, 48:]) | high << 4
+    return ((half(b, 0) * scale)[:, :, None] * q - (half(b, 2) * least)[:, :, None]).reshape(-1, 256)
+
+
+def q6_k(b: np.ndarray) -> np.ndarray:
+    halves = b[:, :128].reshape(-1, 2, 1, 64)
+    low = np.concatenate([halves & 15, halves >> 4], 2).reshape(-1, 8, 32)
+    high = (b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)) & 3
+    q = (low | high.reshape(-1, 8, 32) << 4).astype(np.int8) - 32
+    scale = half(b, 208) * b[:, 192:208].view(np.int8)
+    return (scale[:, :, None] * q.reshape(-1, 16, 16)).reshape(-1, 256)
+
+
+def twos(q: np.ndarray) -> np.ndarray:
+    """Bytes [n, 64] to 2-bit codes [n, 16, 16]: of every 32 bytes bits 0-1 first, then 2-3, 4-5, 6-7."""
+    return ((q.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)) & 3).reshape(-1, 16, 16)
+
+
+def q2_k(b: np.ndarray) -> np.ndarray:
+    scale, least = half(b, 80) * (b[:, :16] & 15), half(b, 82) * (b[:, :16] >> 4)
+    return (scale[:, :, None] * twos(b[:, 16:80]) - least[:, :, None]).reshape(-1, 256)
+
+
+def q3_k(b: np.ndarray) -> np.ndarray:
+    packed = b[:, 96:108]
+    low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], 1)
+    high = ((packed[:, None, 8:] >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)) & 3).reshape(-1, 16)
+    scale = half(b, 108) * ((low | high << 4).astype(np.int8) - 32)
+    mask = ((b[:, None, :32] >> np.arange(8, dtype=np.uint8).reshape(8, 1)) & 1).reshape(-1, 16, 16)
+    q = twos(b[:, 32:96]).astype(np.int8) - ((mask ^ 1) << 2).astype(np.int8)
+    return (scale[:, :, None] * q).reshape(-1, 256)
+
+
+def codes_of(read: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]) -> Callable[[np.ndarray, int], Codes]:
+    def codes(b: np.ndarray, rows: int) -> Codes:
+        q, scale = read(b)
+        return Codes("int8_g32", np.ascontiguousarray(q.reshape(rows, -1)), np.ascontiguousarray(scale.reshape(rows, -1)))
+
+    return codes
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block type: ggml's number, weights and bytes per block, bits (scales left out), its floats, its codes when int8 with scales holds them."""
+
+    number: int
+    weights: int
+    nbytes: int
+    bits: int
+    floats: Callable[[np.ndarray], np.ndarray]
+    codes: Callable[[np.ndarray, int], Codes] | None = None
+
+
+BLOCKS: dict[str, Block] = {
+    "Q4_0": Block(2, 32, 18, 4, q4_0, codes_of(lambda b: (pairs(b[:, 2:]).astype(np.int8) - 8, half(b, 0)))),
+    "Q4_1": Block(3, 32, 20, 4, q4_1), "Q5_0": Block(6, 32, 22, 5, q5_0, codes_of(
+        lambda b: ((pairs(b[:, 6:]) | fifth_bits(b, 2)).astype(np.int8) - 16, half(b, 0)))),
+    "Q5_1": Block(7, 32, 24, 5, q5_1), "Q8_0": Block(8, 32, 34, 8, q8_0, codes_of(lambda b: (b[:, 2:].view(np.int8), half(b, 0)))),
+    "Q2_K": Block(10, 256, 84, 2, q2_k), "Q3_K": Block(11, 256, 110, 3, q3_k), "Q4_K": Block(12, 256, 144, 4, q4_k),
+    "Q5_K": Block(13, 256, 176, 5, q5_k), "Q6_K": Block(14, 256, 210, 6, q6_k),
+    "IQ4_NL": Block(20, 32, 18, 4, iq4_nl, codes_of(lambda b: (IQ4[pairs(b[:, 2:])], half(b, 0)))), "IQ4_XS": Block(23, 256, 136, 4, iq4_xs),
+    "MXFP4": Block(39, 32, 17, 4, mxfp4, codes_of(lambda b: (TWICE[pairs(b[:, 1:])], E8M0[b[:, :1]] * np.float32(0.5)))),
+}
+PLAIN_TYPES = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
+BY_NUMBER = {block.number: name for name, block in BLOCKS.items()} | PLAIN_TYPES
+
+
+def blocks(place: Place, shape: tuple[int, ...], _: dict) -> Reading | None:
+    """A GGUF tensor of whole blocks along its last axis. It arrives as uint8 [rows, bytes of a row]."""
+    w = place.parts.get("weight")
+    block = None if w is None else BLOCKS.get(w.stored.dtype)
+    if w is None or block is None:
+        return None
+    if w.shape != shape or w.turned:
+        raise BadCheckpoint(f"{w.stored.file}: tensor {w.stored.name!r} has the shape {list(w.shape)}, the config says {list(shape)}")
+
+    def split(p: Parts) -> np.ndarray:
+        return np.ascontiguousarray(p["weight"]).reshape(-1, block.nbytes)
+
+    keep = block.codes
+    return Reading(w.stored.dtype.lower(), block.bits, shape, {"weight": w}, lambda p: block.floats(split(p)).reshape(shape),
+                   None if keep is None else lambda p: keep(split(p), shape[0]))

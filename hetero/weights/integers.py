@@ -1,0 +1,130 @@
+"""Integer weights: compressed-tensors (int-quantized, pack-quantized), GPTQ and AWQ; knows parts by kind, no file.
+
+compressed-tensors: https://github.com/vllm-project/compressed-tensors (compressors/). GPTQ: qweight [K / n, N], n codes of `bits` per int32 along
+the input; AWQ: qweight [K, N / n] along the output, nibbles in the order 0 2 4 6 1 3 5 7.
+"""
+
+import numpy as np
+
+from hetero.errors import BadCheckpoint, UnsupportedModel
+from hetero.weights.layout import Place
+from hetero.weights.reading import Codes, Parts, Reading
+from hetero.weights.stored import to_f32
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)     # where output column i % 8 lies in its word
+
+
+def unpack(words: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """int32 words to unsigned codes (uint8), low bits first along `axis`: [.., M, ..] -> [.., M * 32 / bits, ..]."""
+    if bits in (4, 8) and order is None and axis == 1:
+        flat = np.ascontiguousarray(words).view(np.uint8)
+        return flat if bits == 8 else np.stack([flat & 15, flat >> 4], -1).reshape(flat.shape[0], -1)
+    shifts = np.array(order or range(32 // bits), np.uint32) * bits
+    codes = ((words.view(np.uint32)[..., None] >> shifts) & ((1 << bits) - 1)).astype(np.uint8)
+    return np.moveaxis(codes, -1, axis + 1).reshape(*(s * (len(shifts) if i == axis else 1) for i, s in enumerate(words.shape)))
+
+
+def scaled(codes: np.ndarray, scales: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
+    """float32 [N, K]: codes [N, K] times scales [N, G] of equal groups, or of group groups[k]."""
+    if groups is not None:
+        return codes.astype(np.float32) * scales[:, groups]
+    N, K = codes.shape
+    return (codes.astype(np.float32).reshape(N, scales.shape[1], -1) * scales[:, :, None]).reshape(N, K)
+
+
+def per_32(codes: np.ndarray, scales: np.ndarray) -> Codes:
+    return Codes("int8_g32", codes, np.ascontiguousarray(np.repeat(scales, codes.shape[1] // 32 // scales.shape[1], 1)))
+
+
+def group_name(bits: int, K: int, G: int) -> str:
+    return f"int{bits}_g{K // G}" if G > 1 else f"int{bits}_channel"
+
+
+def group_count(place: Place, scale: tuple[int, ...], K: int, grouped_by_index: bool) -> int:
+    G = scale[1] if len(scale) == 2 else 1
+    if G == 0 or (K % G and not grouped_by_index):
+        raise BadCheckpoint(f"{place.stem}: {G} scales do not divide {K} inputs")
+    return G
+
+
+def compressed_int(place: Place, shape: tuple[int, ...], _: dict) -> Reading | None:
+    """compressed-tensors: int8 `weight` [N, K] or int32 `weight_packed`, `weight_scale` [N, G] | [N, 1] | [1], perhaps zero points and g_idx."""
+    parts = dict(place.parts)
+    packed = "weight_packed" in parts and parts["weight_packed"].stored.dtype == "I32"
+    if "weight_scale" not in parts or not (packed or ((w := parts.get("weight")) is not None and w.stored.dtype == "I8")):
+        return None
+    N, K = shape
+    parts.pop("weight_shape", None)
+    bits = 8
+    if packed:
+        bits = next((b for b in (2, 4, 8) if parts["weight_packed"].shape == (N, -(-K * b // 32))), 0)
+        if not bits:
+            raise BadCheckpoint(f"{place.stem}.weight_packed: shape {list(parts['weight_packed'].shape)} fits 2, 4 or 8 bits of {[N, K]} not")
+    elif parts["weight"].shape != shape:
+        raise BadCheckpoint(f"{place.stem}.weight: shape {list(parts['weight'].shape)}, the config says {[N, K]}")
+    indexed = "weight_g_idx" in parts
+    G = group_count(place, parts["weight_scale"].shape, K, indexed)
+    zero_packed = "weight_zero_point" in parts and parts["weight_zero_point"].stored.dtype == "I32"
+
+    def integers(p: Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        half = 1 << (bits - 1)
+        codes = unpack(p["weight_packed"], bits, 1)[:, :K].astype(np.int16) - half if packed else p["weight"].astype(np.int16)
+        groups = p["weight_g_idx"].astype(np.int64) if indexed else None
+        if groups is not None and (groups.min() < 0 or groups.max() >= G):
+            raise BadCheckpoint(f"{place.stem}.weight_g_idx: a group outside 0..{G - 1}")
+        if "weight_zero_point" in p:
+            zero = p["weight_zero_point"]
+            zeros = unpack(zero, bits, 0)[:N].astype(np.int16) - half if zero_packed else zero.astype(np.int16).reshape(-1, G)
+            codes = codes - (zeros[:, groups] if groups is not None else np.repeat(np.broadcast_to(zeros, (N, G)), K // G, 1))
+        scales = to_f32(p["weight_scale"], parts["weight_scale"].stored.dtype).reshape(-1, G)
+        return codes, np.ascontiguousarray(np.broadcast_to(scales, (N, G))), groups
+
+    def exact(p: Parts) -> Codes:
+        codes, scales, _ = integers(p)
+        return per_32(codes.astype(np.int8), scales)
+
+    keeps = not indexed and K % 32 == 0 and (K // G) % 32 == 0 and (bits < 8 or "weight_zero_point" not in parts)
+    return Reading(group_name(bits, K, G), bits, shape, parts, lambda p: scaled(*integers(p)), exact if keeps else None)
+
+
+def gptq_or_awq(place: Place, shape: tuple[int, ...], quant: dict) -> Reading | None:
+    """`qweight`, `qzeros`, `scales` [G, N] (and `g_idx` [K]), stored input first. GPTQ's zero points are one too small unless gptq_v2."""
+    parts = {k: place.parts[k] for k in ("qweight", "qzeros", "scales", "g_idx") if k in place.parts}
+    if "qweight" not in parts:
+        return None
+    if missing := [k for k in ("qzeros", "scales") if k not in parts]:
+        raise BadCheckpoint(f"{place.stem}: has qweight but no {missing[0]}")
+    N, K = shape
+    got = parts["qweight"].shape
+    bits = next((b for b in (2, 4, 8) if got == (K * b // 32, N)), 0)
+    awq = not bits and got == (K, N // 8)
+    if awq:
+        bits = 4
+        if quant.get("version", "gemm") != "gemm":
+            raise UnsupportedModel(f"quantization_config.version = {quant['version']!r} of AWQ", "supported: 'gemm'")
+    if not bits:
+        raise BadCheckpoint(f"{place.stem}.qweight: shape {list(got)} fits neither GPTQ (2, 4, 8 bits) nor AWQ (4 bits) for {[N, K]}")
+    G = parts["scales"].shape[0]
+    if parts["scales"].shape != (G, N) or parts["qzeros"].shape != (G, N * bits // 32) or ("g_idx" in parts and parts["g_idx"].shape != (K,)):
+        raise BadCheckpoint(f"{place.stem}: scales {list(parts['scales'].shape)} and qzeros {list(parts['qzeros'].shape)} do not fit {[N, K]}")
+    group_count(place, (N, G), K, "g_idx" in parts)
+    add = 0 if awq or quant.get("checkpoint_format") == "gptq_v2" else 1
+    order = AWQ_ORDER if awq else None
+
+    def integers(p: Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        codes = unpack(p["qweight"], bits, 1 if awq else 0, order).astype(np.int16)          # [K, N]
+        zeros = unpack(p["qzeros"], bits, 1, order).astype(np.int16) + add                   # [G, N]
+        groups = p["g_idx"].astype(np.int64) if "g_idx" in p else np.arange(K) // (K // G)
+        if groups.min() < 0 or groups.max() >= G:
+            raise BadCheckpoint(f"{place.stem}.g_idx: a group outside 0..{G - 1}")
+        ordered = K % G == 0 and np.array_equal(groups, np.arange(K) // (K // G))
+        scales = np.ascontiguousarray(to_f32(p["scales"], parts["scales"].stored.dtype).T)
+        return np.ascontiguousarray((codes - zeros[groups]).T), scales, None if ordered else groups
+
+    def exact(p: Parts) -> Codes:
+        codes, scales, _ = integers(p)
+        return per_32(codes.astype(np.int8), scales)
+
+    keeps = bits < 8 and (awq or not quant.get("desc_act", "g_idx" in parts)) and K % G == 0 and K % 32 == 0 and (K // G) % 32 == 0
+    name = f"{'awq' if awq else 'gptq'}_{group_name(bits, K, G)}"
+    return Reading(name, bits, shape, parts, lambda p: scaled(*integers(p)), exact if keeps else None)
