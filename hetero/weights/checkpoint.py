@@ -20,7 +20,7 @@ from hetero.weights.stored import Mapped, Stored, typed
 
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 BITS_OF = {"f32": np.uint32, "f16": np.uint16, "bf16": np.uint16}
-HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.(input_scale|input_global_scale|[qkv]_scale|kv_scale|output_scale|weight_shape)$|\.(masked_)?bias_mask$")
+HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.(input_scale|input_global_scale|[qkv]_scale|kv_scale|output_scale|weight_shape)$")
 PREFIXES = (("model.", "model.language_model."), ("model.", "language_model.model."), ("model.", ""))
 
 
@@ -45,7 +45,8 @@ class Checkpoint:
         self.files = {path: Mapped(path) for path in {s.file for s in self.stored.values()}}
 
     def _resolve(self) -> None:
-        layout, missing, used = Layout(self.stored), [], set()
+        layout, missing = Layout(self.stored), []
+        used: set[str] = set()
         rename = self._prefix(layout)
         for tensor in spec_tensors.of(self.model):
             renamed = Tensor(tensor.key, tensor.layer, tensor.expert, rename(tensor.name), tensor.shape, tensor.home)
@@ -67,8 +68,9 @@ class Checkpoint:
         layers, last = re.compile(re.escape(root) + r"(\d+)\."), len(self.model.layers)
         strange = sorted(n for n in left if (m := layers.match(n)) and int(m[1]) < last and not HARMLESS.search(n))
         if strange:
-            raise UnsupportedModel(f"{self.stored[strange[0]].file}: tensor {strange[0]!r}" + (f" and {len(strange) - 1} more" if strange[1:] else "") +
-                                   f": {self.model.family} has no place for it", "the config and the weights are of different kinds of model")
+            more = f" and {len(strange) - 1} more" if strange[1:] else ""
+            raise UnsupportedModel(f"{self.stored[strange[0]].file}: tensor {strange[0]!r}{more}: {self.model.family} has no place for it",
+                                   "the config and the weights are of different kinds of model")
 
     def _prefix(self, layout: Layout) -> Any:
         """Multimodal and base-model checkpoints keep the same names under another root."""

@@ -2,11 +2,12 @@
 
 Spellings of routed experts: one tensor each; [E, 2I, H] halves (transformers 5, Granite); [E, H, 2I] transposed (Qwen3-VL, Llama 4);
 [E, H, 2I] transposed, interleaved, with biases (gpt-oss), and its MXFP4 blocks [E, 2I, H/32, 16]; [E, N, K] stacks (GGUF).
+Dense gate and up may be halves of one matrix too.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.arch.spec import Tensor
 from hetero.errors import BadCheckpoint
@@ -71,7 +72,12 @@ class Layout:
         if name in self.stored and not name.endswith(".weight"):
             return Place(name, {"weight": self.piece(self.stored[name], tensor, rows)})
         stem = name.removesuffix(".bias" if bias else ".weight")
-        parts = {"weight" if bias else k: self.piece(s, tensor, rows) for k, s in self.beside.get(stem, {}).items() if (k == "bias") == bias}
+        beside, half = self.beside.get(stem, {}), None
+        if not beside and tensor.key in ("mlp.gate", "mlp.up", "shared.gate", "shared.up"):
+            parent, half = stem.rpartition(".")[0], (int(tensor.key.endswith("up")), False)
+            stem = next((s for s in (f"{parent}.input_linear", f"{parent}.gate_up_proj") if s in self.beside), stem)
+            beside = self.beside.get(stem, {})
+        parts = {"weight" if bias else k: replace(self.piece(s, tensor, rows), half=half) for k, s in beside.items() if (k == "bias") == bias}
         return Place(stem, parts) if parts else None
 
     def piece(self, stored: Stored, tensor: Tensor, rows: tuple[int, int] | None) -> Piece:
@@ -92,7 +98,7 @@ class Layout:
             found = {k: s for k in ("", *BESIDE) for joint in "._" if (s := self.stored.get(f"{root}{joint}{k}" if k else root)) is not None}
             wanted = {"bias"} if bias else set(found) - {"bias"}
             if parts := {k or "weight": s for k, s in found.items() if k in wanted}:
-                turned = self.turned(tensor, root, m[1] + (m[2] or ""), both)
+                turned = self.turned(tensor, m[1] + (m[2] or ""), both)
                 interleaved = "bias" in found or "blocks" in found
                 half = (int(part == "up"), interleaved) if both else None
                 for k, s in parts.items():
@@ -105,10 +111,10 @@ class Layout:
                                                                    turned=turned and k == "weight" and not bias) for k, s in parts.items()})
         return None
 
-    def turned(self, tensor: Tensor, root: str, experts: str, both: bool) -> bool:
+    def turned(self, tensor: Tensor, experts: str, both: bool) -> bool:
         """Whether fused float weights are [E, in, out]: told by the first of gate_up and down whose sides differ."""
-        I, H = tensor.shape if both else tensor.shape[::-1]
         if len(tensor.shape) == 2:
+            I, H = tensor.shape if both else tensor.shape[::-1]
             for name, out, into in ((f"{experts}.gate_up_proj", 2 * I, H), (f"{experts}.down_proj", H, I)):
                 if (s := self.stored.get(name)) is not None and len(s.shape) == 3 and out != into:
                     return s.shape[1:] == (into, out)

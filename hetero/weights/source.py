@@ -86,6 +86,9 @@ def open_folder(folder: Path, name: str | None = None) -> Source:
         wanted = ["model.safetensors"]
     else:
         wanted = without_index(folder, present)
+    for path in (folder / n for n in wanted):
+        if not path.exists():
+            raise BadCheckpoint(f"{path}: a link to {path.readlink()}, which is not there", "the hub cache lost a file: fetch the model again")
     if strays := [n for n in present if n not in wanted]:
         notes.append(f"{folder}: ignored {', '.join(strays)} ({'not in the index' if index else 'beside model.safetensors'})")
     return Source(name or str(folder), folder, config, tuple(folder / n for n in wanted), index, tuple(notes))
@@ -119,10 +122,6 @@ def check_present(folder: Path, wanted: list[str], index: dict[str, str]) -> Non
 
 def without_index(folder: Path, present: list[str]) -> list[str]:
     """Shards named -0000i-of-0000n without an index, or one single file of another name."""
-    links = [p.name for p in folder.glob("*.safetensors") if not p.exists()]
-    if links:
-        raise BadCheckpoint(f"{folder / links[0]}: a link to {(folder / links[0]).readlink()}, which is not there",
-                            "the hub cache lost a file: fetch it again")
     shards = {int(m[1]): (n, int(m[2])) for n in present if (m := re.search(r"-(\d{5})-of-(\d{5})\.safetensors$", n))}
     if shards:
         count = next(iter(shards.values()))[1]
