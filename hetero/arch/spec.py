@@ -4,7 +4,7 @@ A kind is a type (GQA | MLA, Dense | MoE), never a boolean; a field is admitted 
 set differently. Layout is a loading matter: names here are the checkpoint's logical tensors, however they are fused or quantized on disk.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -149,3 +149,7 @@ class Model:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.ffn, MoE))
+
+    def first(self, layers: int | None) -> "Model":
+        """The same model cut to its first `layers` layers, for measuring; None leaves it whole."""
+        return self if layers is None else replace(self, layers=self.layers[:layers])

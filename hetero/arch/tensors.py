@@ -1,6 +1,7 @@
 """The list of a model's tensors (key, name, shape, home), which completeness, plan, dummy weights and packing follow; knows no file."""
 
 from collections.abc import Iterator
+from math import prod
 
 from hetero.arch.spec import GQA, MLA, Dense, Layer, Model, MoE, Tensor
 
@@ -35,17 +36,27 @@ def expert_shapes(model: Model, moe: MoE) -> Iterator[tuple[str, tuple[int, ...]
 
 def parameters(model: Model) -> tuple[int, int]:
     """(total, active): what the model holds, and what one token is multiplied with. The embedding counts once when tied; as a
-    table that is only looked up it is not active, unless it is the head too (the publishers' usual way differs: see `plan`)."""
+    table that is only looked up it is not active, unless it is the head too. Publishers differ: some count it as active."""
     total = active = 0
-    for tensor in of(model):
-        total += tensor.parameters
-        if tensor.home != "expert" and not (tensor.key == "embed" and not model.tied):
-            active += tensor.parameters
-    for l in model.moe_layers:
-        moe = model.layers[l].ffn
-        assert isinstance(moe, MoE)
-        active += moe.router.top_k * sum(a * (b[0] if b else 1) for _, (a, *b) in expert_shapes(model, moe))
+    for key, shape in _globals(model):
+        total += prod(shape)
+        active += prod(shape) if key != "embed" or model.tied else 0
+    for layer in model.layers:
+        rest = sum(prod(shape) for _, shape in _layer(model, layer))
+        expert = sum(prod(shape) for _, shape in expert_shapes(model, layer.ffn)) if isinstance(layer.ffn, MoE) else 0
+        experts, top_k = (layer.ffn.router.experts, layer.ffn.router.top_k) if isinstance(layer.ffn, MoE) else (0, 0)
+        total += rest + experts * expert
+        active += rest + top_k * expert
     return total, active
+
+
+def dense(model: Model) -> Iterator[tuple[int | None, str, tuple[int, ...]]]:
+    """(layer, key, shape) of everything but routed experts."""
+    for key, shape in _globals(model):
+        yield None, key, shape
+    for l, layer in enumerate(model.layers):
+        for key, shape in _layer(model, layer):
+            yield l, key, shape
 
 
 def _globals(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:

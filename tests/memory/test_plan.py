@@ -1,0 +1,161 @@
+"""The plan as a pure function: bytes equal to the kernels' own table, pins kept, refusals with the shortfall and things that help."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings, strategies
+
+from cpu_kernels.formats import FORMATS
+from hetero import options
+from hetero.arch import families, tensors
+from hetero.errors import BadOption, UnusableHardware
+from hetero.memory import plan, table
+from hetero.memory.cost import Machine
+
+GiB = 1 << 30
+CPU = Machine(cores=15, ram_bytes=64 * GiB, dram_bytes_s=60e9, cpu_flops=2e12, name="test")
+CARD = dataclasses.replace(CPU, gpu="card", vram_bytes=24 * GiB, vram_bytes_s=900e9, gpu_flops=80e12, pcie_bytes_s=25e9)
+QWEN = families.read({
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": False})
+
+
+def make(model=QWEN, machine=CARD, arriving="bf16", **given):
+    return plan.plan(model, machine, options.resolve(given, {}), arriving)
+
+
+def test_every_parameter_is_planned_once_and_total_counts_all_experts():
+    found = make()
+    assert sum(p.parameters for p in found.pieces) == found.total_params == tensors.parameters(QWEN)[0]
+    assert round(found.total_params / 1e9, 1) == 30.5 and round(found.active_params / 1e9, 2) == 3.04
+    assert found.ram["experts"] == 48 * 128 * FORMATS["int4_g32"].expert_nbytes(2048, 768)
+    assert found.vram_bytes == sum(found.vram.values()) and found.ram_bytes == sum(found.ram.values())
+
+
+def test_kv_pool_is_tokens_times_bytes_per_token():
+    found = make(ctx="16k", max_batch="1")
+    assert found.kv_bytes_per_token == 48 * 2 * 4 * 128 * 2
+    assert found.ctx == found.kv_tokens == 16384
+    assert found.vram["KV cache"] == 16384 * found.kv_bytes_per_token
+    fp8 = make(ctx="16k", max_batch="1", kv_dtype="fp8")
+    assert fp8.kv_bytes_per_token == 48 * 2 * 4 * (128 + 4)
+
+
+def test_without_a_gpu_everything_is_in_system_memory():
+    found = make(machine=CPU)
+    assert found.device == "cpu" and not found.vram and found.vram_bytes == 0 and found.pinned_bytes == 0
+    assert found.dense_format == "bf16" and {p.device for p in found.pieces} == {"cpu"}
+    assert found.ram["attention, shared experts, head"] > 3.1e9 and found.fits
+    assert found.prefill_by == "cpu"
+
+
+def test_a_small_card_gets_eight_bit_dense_weights_and_a_large_one_keeps_sixteen():
+    assert make().dense_format == "int8_g32"
+    assert make(machine=dataclasses.replace(CARD, vram_bytes=80 * GiB)).dense_format == "bf16"
+    assert make(dense_format="bf16").dense_format == "bf16"
+
+
+@pytest.mark.parametrize(("arriving", "kept"), [("bf16", "int4_g32"), ("f32", "int4_g32"), ("int8_g32", "int8_g32"), ("fp8", "int8_g32")])
+def test_experts_are_kept_as_they_arrive_or_in_the_documented_format(arriving, kept):
+    assert set(make(arriving=arriving).expert_formats) == {kept}
+    assert set(make(arriving=arriving, expert_format="bf16").expert_formats) == {"bf16"}
+
+
+def test_formats_per_layer_are_planned_per_layer():
+    found = make(arriving=["int8_g32"] * 8 + ["bf16"] * 40)
+    by_layer = {p.layer: p.format for p in found.pieces if p.kind == "experts"}
+    assert (by_layer[7], by_layer[8]) == ("int8_g32", "int4_g32")
+
+
+def test_spare_memory_of_the_card_holds_experts_and_below_the_floor_the_cache_is_off():
+    large = make(ctx="8k", max_batch="1")
+    assert large.cache_slots >= 24 and large.vram["expert cache"] == large.cache_slots * 48 * FORMATS["int4_g32"].expert_nbytes(2048, 768)
+    small = make(vram="6G", ctx="8k", max_batch="1")
+    assert small.cache_slots == 0 and "below 3 x top-k" in small.cache_note
+    assert make(expert_cache="off").cache_slots == 0
+    assert large.decode_tok_s > make(ctx="8k", max_batch="1", expert_cache="off").decode_tok_s
+
+
+def test_pinned_options_are_kept_even_when_nothing_fits_and_the_rest_is_not_given_up():
+    found = make(vram="4G", ctx="40960", max_batch="1", expert_cache="2G")
+    assert found.ctx == 40960 and found.max_batch == 1 and found.cache_slots * 48 * FORMATS["int4_g32"].expert_nbytes(2048, 768) <= 2 * GiB
+    assert not found.fits and found.vram_short_bytes > 0 and "more GPU memory than the 4.0 GiB" in found.shortfall
+    assert len(found.changes) >= 3 and any(c.startswith(("--ctx", "--kv-dtype")) for c in found.changes)
+
+
+def test_changes_that_are_said_to_help_do():
+    found = make(machine=dataclasses.replace(CPU, ram_bytes=24 * GiB), expert_format="int8_g32")
+    assert not found.fits
+    flag = next(c for c in found.changes if c.endswith("then it fits"))
+    assert flag.startswith("--expert-format int4_g32")
+    assert make(machine=dataclasses.replace(CPU, ram_bytes=24 * GiB), expert_format="int4_g32").fits
+
+
+def test_the_peak_of_loading_stays_within_the_promise():
+    for machine in (CPU, CARD):
+        found = make(machine=machine)
+        assert found.ram_bytes < found.peak_load_ram_bytes <= 1.05 * found.ram_bytes + (512 << 20)
+
+
+def test_a_gpu_that_is_not_there_is_refused_and_can_be_imagined_for_planning():
+    with pytest.raises(UnusableHardware, match="no usable GPU"):
+        make(machine=CPU, device="cuda")
+    wanted = options.resolve({"vram": "8G"}, {})
+    imagined = plan.imagined(CPU, wanted)
+    found = plan.plan(QWEN, imagined, wanted)
+    assert found.device == "cuda:0" and found.assumed == ("gpu",) and found.vram_limit_bytes == 8 * GiB
+    assert plan.imagined(CARD, wanted) is CARD
+
+
+def test_unknown_formats_name_the_known_ones():
+    with pytest.raises(BadOption, match="expert_format = 'int3_g32'") as e:
+        make(expert_format="int3_g32")
+    assert "int4_g32" in e.value.hint
+    with pytest.raises(BadOption, match="dense_format"):
+        make(dense_format="int3_g32")
+
+
+def test_layers_cut_the_model():
+    found = make(layers="4")
+    assert {p.layer for p in found.pieces} == {None, 0, 1, 2, 3} and found.total_params < 4e9
+
+
+def test_terms_add_up_and_name_their_formula():
+    found = make(ctx="8k", max_batch="1", expert_cache="off")
+    assert found.decode_tok_s == pytest.approx(1 / sum(t.seconds for t in found.decode))
+    routed = found.decode[0]
+    assert routed.seconds == pytest.approx(48 * 8 * FORMATS["int4_g32"].expert_nbytes(2048, 768) / (60e9 * 0.93))
+    assert "GB/s" in routed.text
+    assert found.prefill_by == "streamed" and found.prefill[0].seconds == pytest.approx(found.ram["experts"] / 25e9)
+
+
+def test_prefill_is_computed_where_it_is_faster():
+    assert make(chunk="8k").prefill_by == "streamed"
+    assert make(machine=dataclasses.replace(CARD, pcie_bytes_s=1e9), chunk="64").prefill_by == "cpu"
+
+
+def test_the_record_is_json_with_the_promised_keys_and_the_table_says_it_all():
+    found = make(vram="4G", ctx="40960")
+    data = json.loads(json.dumps(table.record(found, CARD)))
+    assert {"fits", "vram_bytes", "ram_bytes", "peak_load_ram_bytes", "total_params", "active_params", "decode_tok_s", "prefill_tok_s", "layers"} <= set(data)
+    assert sum(p["bytes"] for p in data["layers"] if p["kind"] == "experts") == data["ram"]["experts"]
+    text = table.text(found, CARD)
+    for word in ("int4_g32", "0-47", "KV cache", "peak while loading", "tok/s", "it does not fit", "30.5B"):
+        assert word in text
+    assert not [line for line in text.splitlines() if len(line) > 160]
+
+
+@settings(max_examples=60, deadline=None)
+@given(strategies.integers(1, 48), strategies.integers(1, 256), strategies.sampled_from([None, "4k", "40k"]), strategies.sampled_from(["auto", "off", "1G"]),
+       strategies.integers(1, 32), strategies.sampled_from(["auto", "fp8", "float32"]))
+def test_an_unpinned_plan_never_exceeds_a_card_that_holds_the_dense_part(vram, ram, ctx, cache, batch, kv):
+    found = make(machine=dataclasses.replace(CARD, vram_bytes=vram * GiB, ram_bytes=ram * GiB), expert_cache=cache, max_batch=str(batch), kv_dtype=kv,
+                 **({"ctx": ctx} if ctx else {}))
+    least = make(machine=dataclasses.replace(CARD, vram_bytes=vram * GiB, ram_bytes=ram * GiB), expert_cache="off", max_batch="1", kv_dtype=kv, chunk="128",
+                 ctx=str(ctx or 2048))
+    if least.vram_short_bytes == 0 and ctx is None and cache != "1G" and vram >= 6:
+        assert found.vram_short_bytes == 0, found.vram
+    assert found.kv_tokens >= min(found.ctx, 2048)
+    assert found.fits == (found.shortfall == "") and bool(found.changes) != found.fits
