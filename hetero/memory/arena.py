@@ -15,6 +15,7 @@ from hetero.errors import DoesNotFit
 
 PIECE_BYTES = 1 << 30
 HUGE_BYTES = 2 << 20
+MAP_NORESERVE = 0x4000                   # as on every Linux that Python's mmap may lack the name for
 MADV_COLLAPSE = 25                       # Linux 6.1; Python's mmap has no name for it
 
 
@@ -34,7 +35,7 @@ class Arena:
         self.nbytes = nbytes
         room = -(-nbytes // HUGE_BYTES) * HUGE_BYTES + HUGE_BYTES
         try:
-            self.map = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE)
+            self.map = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
         except (OSError, ValueError, OverflowError) as e:
             raise DoesNotFit(f"{nbytes / 1e9:.1f} GB of host memory for experts: {e}",
                              "a smaller --expert-format, fewer --layers, or a higher limit (ulimit -v, cgroup memory.max)") from e

@@ -154,7 +154,7 @@ def fill(bank: Bank, weights: Weights, threads: int, progress: Progress) -> dict
     return origins
 
 
-def in_parallel(work, jobs: Iterator, threads: int) -> Iterator:            # type: ignore[no-untyped-def,type-arg]
+def in_parallel(work, jobs: Iterator, threads: int) -> Iterator:            # type: ignore[no-untyped-def]
     """Results as they come, with never more than two jobs per thread in flight; an error ends the rest."""
     with ThreadPoolExecutor(threads) as pool:
         flying: set[Future] = set()

@@ -70,7 +70,7 @@ def read(cache_dir: Path, key: str, memory: np.ndarray, threads: int, progress: 
             end = min(at + CHUNK, memory.nbytes)
             first = at
             while at < end:
-                got = os.preadv(fd, [memoryview(memory[at:end])], start + at)
+                got = os.preadv(fd, [memory[at:end].data], start + at)
                 if not got:
                     return -1
                 at += got
@@ -106,7 +106,7 @@ def write(cache_dir: Path, key: str, memory: np.ndarray, header: dict[str, Any],
             with temporary.open("wb", buffering=0) as f:
                 write_all(f.fileno(), (MAGIC + len(text).to_bytes(8, "little") + text).ljust(start, b"\0"))
                 for at in range(0, memory.nbytes, CHUNK):
-                    write_all(f.fileno(), memoryview(memory[at:at + CHUNK]))
+                    write_all(f.fileno(), memory[at:at + CHUNK].data)
                     os.fdatasync(f.fileno())
                     os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                     progress("writing packed experts", min(at + CHUNK, memory.nbytes), memory.nbytes)
