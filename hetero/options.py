@@ -239,6 +239,12 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
     return Options(**values, sources=sources)
 
 
+def state_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where what a user typed is kept between runs (chat's history)."""
+    environ = os.environ if environ is None else environ
+    return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "hetero"
+
+
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for key, value in environ.items():
@@ -291,7 +297,7 @@ def read_config(file: Path) -> dict[str, Any]:
     return found
 
 
-def add_flags(parser: argparse.ArgumentParser, only: Iterable[str] | None = None) -> None:
+def add_flags(parser: argparse._ActionsContainer, only: Iterable[str] | None = None) -> None:
     """A flag for each option (or for `only` these). Unset flags leave no attribute; values stay text until `resolve` reads them."""
     for name in TABLE if only is None else only:
         parse, default, text = TABLE[name]
