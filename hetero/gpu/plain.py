@@ -107,6 +107,15 @@ def sequences(step: Step) -> list[tuple[int, int, int]]:
     return [(a, b, n) for a, b, n in zip(starts[:-1], starts[1:], step.lengths.tolist(), strict=True)]
 
 
+def paged_attention(q: Tensor, kv: KV, step: Step, window: int | None, scale: float, sinks: Tensor | None) -> Tensor:
+    """q [T, heads, D], normed and rotated -> [T, heads, D]; the step's own k and v are in the pages already."""
+    out = torch.empty_like(q)
+    for s, (a, b, length) in enumerate(sequences(step)):
+        keys, values = read_pages(kv.keys, kv.key_scales, step.pages[s], length), read_pages(kv.values, kv.value_scales, step.pages[s], length)
+        out[a:b] = attention(q[a:b].float(), keys, values, seen(step.positions[a:b], length, window), scale, sinks).to(q.dtype)
+    return out
+
+
 def select(part: spec.Router, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
     """The router: logits [T, E] -> ids [T, k] int32, weights [T, k] f32. Equal scores go to the lower id."""
     logits = logits.float()
@@ -266,12 +275,7 @@ class PlainAttend:
         q, k, v = self.split(qkv, step.positions)
         write_pages(kv.keys, kv.key_scales, step.slots, k)
         write_pages(kv.values, kv.value_scales, step.slots, v)
-        out = torch.empty_like(q)
-        for s, (a, b, length) in enumerate(sequences(step)):
-            keys, values = read_pages(kv.keys, kv.key_scales, step.pages[s], length), read_pages(kv.values, kv.value_scales, step.pages[s], length)
-            mask = seen(step.positions[a:b], length, self.part.window)
-            out[a:b] = attention(q[a:b].float(), keys, values, mask, self.scale, self.sinks).to(q.dtype)
-        return out.flatten(1)
+        return paged_attention(q, kv, step, self.part.window, self.scale, self.sinks).flatten(1)
 
     def row(self) -> Row:
         return Row("attention", str(self.device), "torch.paged_gqa")

@@ -1,0 +1,186 @@
+"""The arithmetic of a decoder on the CPU, through cpu_kernels: float32 activations, weights in the kernels' formats, one team; knows no GPU.
+
+Each part is one prepared job over tensors' memory, run at once or, inside `record`, written down: a recorded step runs as a single job later.
+A row's arithmetic depends neither on its neighbours nor on the number of threads.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpu_kernels import heads, router, small
+from cpu_kernels.operands import ready
+from cpu_kernels.team import Prepared, Team
+from hetero.arch import spec
+from hetero.gpu.ops import KV, LatentAttend, Matrix, Row, Step
+from hetero.gpu.plain import Plain, paged_attention
+from hetero.gpu.tables import scale_of
+
+KV_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
+
+
+def at(x: Tensor | None) -> int:
+    """The address of a contiguous tensor, 0 for none."""
+    if x is None:
+        return 0
+    assert x.is_contiguous()
+    return x.data_ptr()
+
+
+class Host:
+    """Ops on a team of CPU threads."""
+
+    name = "host"
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, context: int, team: Team, isa: str) -> None:
+        self.context, self.team, self.isa = context, team, isa
+        self.tape: list[Prepared] | None = None
+        self.plain, self.recordable = Plain(context), True
+
+    # -- running and recording ----------------------------------------------------------------------------------------------------------
+
+    def play(self, job: Prepared) -> None:
+        """Runs a job on the team, or writes it down."""
+        if self.tape is None:
+            self.team.run(job)
+        else:
+            self.tape.append(job)
+
+    def do(self, job: Any, operands: Sequence[int], reals: Sequence[float], keep: Any) -> None:
+        self.play(ready(job, operands, reals, keep))
+
+    @contextmanager
+    def record(self) -> Iterator[list[Prepared]]:
+        """Parts called inside are not run but listed, with the memory they will use."""
+        self.tape = tape = list[Prepared]()
+        try:
+            yield tape
+        finally:
+            self.tape = None
+
+    def tell(self, part: str, kernel: str, format: str = "f32", nbytes: int = 0, note: str = "") -> Row:
+        return Row(part, "cpu", kernel, format, nbytes, self.isa, self.team.threads, self.team.cores, note)
+
+    # -- parts --------------------------------------------------------------------------------------------------------------------------
+
+    def embed(self, weight: Tensor, scale: float = 1.0) -> "HostEmbed":
+        return HostEmbed(self, weight, scale)
+
+    def norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> "HostNorm":
+        return HostNorm(self, weight, bias, eps)
+
+    def attend(self, part: spec.GQA, eps: float, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+               sinks: Tensor | None = None) -> "HostAttend":
+        self.recordable = False
+        return HostAttend(self, part, eps, *(None if t is None else t.float().contiguous() for t in (q_norm, k_norm, sinks)))
+
+    def matrix(self, weight: Tensor, bias: Tensor | None = None, format: str = "", logits: bool = False) -> Matrix:
+        self.recordable = False
+        return self.plain.matrix(weight, bias, format, logits)
+
+    def latent_attend(self, part: spec.MLA, eps: float, kv_norm: Tensor, kv_b: Tensor) -> LatentAttend:
+        self.recordable = False
+        return self.plain.latent_attend(part, eps, kv_norm, kv_b)
+
+    def route(self, part: spec.Router, correction: Tensor | None = None) -> "HostRoute":
+        return HostRoute(self, part, None if correction is None else correction.float().flatten().contiguous())
+
+    def glu(self, act: spec.Act, gate_up: Tensor) -> Tensor:
+        T, I = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(T, I)
+        self.do(small.gate, [at(gate_up), T, I, small.ACTS[act.kind], at(out)], [act.alpha, act.limit or 0.0, act.up_shift], (gate_up, out))
+        return out
+
+    def add(self, x: Tensor, delta: Tensor, scale: float = 1.0) -> Tensor:
+        self.do(small.add, [at(x), at(delta), 0, *x.shape], [scale], (x, delta))
+        return x
+
+    def add_gated(self, x: Tensor, delta: Tensor, gate: Tensor) -> Tensor:
+        self.do(small.add, [at(x), at(delta), at(gate), *x.shape], [1.0], (x, delta, gate))
+        return x
+
+    def rows(self, x: Tensor, wanted: Tensor) -> Tensor:
+        out = torch.empty(wanted.shape[0], x.shape[1])
+        self.do(small.rows, [at(x), at(wanted), *out.shape, at(out)], [], (x, wanted, out))
+        return out
+
+
+class HostEmbed:
+    def __init__(self, ops: Host, weight: Tensor, scale: float) -> None:
+        self.ops, self.scale = ops, scale
+        self.weight = (weight if weight.dtype in (torch.bfloat16, torch.float32) else weight.float()).contiguous()
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        T, H = tokens.shape[0], self.weight.shape[1]
+        out = torch.empty(T, H)
+        bf16 = int(self.weight.dtype == torch.bfloat16)
+        self.ops.do(small.embed, [at(tokens), at(self.weight), bf16, T, H, at(out)], [self.scale], (tokens, self.weight, out))
+        return out
+
+    def row(self) -> Row:
+        return self.ops.tell("embed", "small.embed", KV_NAMES[self.weight.dtype], self.weight.nbytes)
+
+
+class HostNorm:
+    def __init__(self, ops: Host, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        self.ops, self.weight, self.eps = ops, weight.float().contiguous(), eps
+        self.bias = None if bias is None else bias.float().contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.run(x, None, 1.0)
+
+    def add(self, x: Tensor, delta: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        return x, self.run(x, delta, scale)
+
+    def run(self, x: Tensor, delta: Tensor | None, scale: float) -> Tensor:
+        out = torch.empty(x.shape)
+        self.ops.do(small.norm, [at(x), at(delta), at(self.weight), at(self.bias), *x.shape, at(out)], [self.eps, scale],
+                    (x, delta, self.weight, self.bias, out))
+        return out
+
+
+class HostRoute:
+    def __init__(self, ops: Host, part: spec.Router, correction: Tensor | None) -> None:
+        self.ops, self.part, self.correction = ops, part, correction
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        p, T = self.part, logits.shape[0]
+        ids, weights, room = torch.empty(T, p.top_k, dtype=torch.int32), torch.empty(T, p.top_k), torch.empty(T, 2 * p.experts + p.groups)
+        self.ops.do(router.route, [at(logits), T, p.experts, p.top_k, router.SCORES[p.score], at(self.correction), p.groups, p.top_groups,
+                                   int(p.group_score == "top2"), int(p.renormalize), at(ids), at(weights), at(room)],
+                    [p.scale, p.jitter], (logits, self.correction, ids, weights, room))
+        return ids, weights
+
+    def row(self) -> Row:
+        return self.ops.tell("router", "router.route")
+
+
+class HostAttend:
+    """Heads prepared by our kernel, scores and values by the plain twin."""
+
+    def __init__(self, ops: Host, part: spec.GQA, eps: float, q_norm: Tensor | None, k_norm: Tensor | None, sinks: Tensor | None) -> None:
+        self.ops, self.part, self.eps, self.q_norm, self.k_norm, self.sinks = ops, part, eps, q_norm, k_norm, sinks
+        self.table = (None, None) if part.rope is None else ops.plain.table(part.rope)
+        self.scale = scale_of(part)
+
+    def prepare(self, qkv: Tensor, kv: KV, step: Step) -> None:
+        """Norms, clips and rotates q and k within qkv, and stores k and v."""
+        a, (cos, sin) = self.part, self.table
+        half, interleaved = (0, 0) if a.rope is None else (a.rope.dim // 2, int(a.rope.interleaved))
+        self.ops.do(heads.heads_in, [
+            at(qkv), qkv.shape[0], a.heads, a.kv_heads, a.head_dim, at(self.q_norm), at(self.k_norm), heads.QK_NORMS[a.qk_norm],
+            at(cos), at(sin), half, interleaved, at(step.positions), at(step.slots), kv.keys.shape[2], at(kv.keys), at(kv.values),
+            at(kv.key_scales), at(kv.value_scales), heads.KV_TYPES[KV_NAMES[kv.keys.dtype]]], [self.eps, a.clip or 0.0], (qkv, step, kv))
+
+    def __call__(self, qkv: Tensor, kv: KV, step: Step) -> Tensor:
+        self.prepare(qkv, kv, step)
+        a = self.part
+        q = qkv[:, :a.heads * a.head_dim].unflatten(-1, (a.heads, a.head_dim))
+        return paged_attention(q, kv, step, a.window, self.scale, self.sinks).flatten(1)
+
+    def row(self) -> Row:
+        return self.ops.tell("attention", "torch.paged_gqa")
