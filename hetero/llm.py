@@ -1,0 +1,236 @@
+"""From a model's name to text: source, spec, machine, plan, decoder, engine, tokenizer. The only file that sees all of them."""
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpu_kernels import ExpertLayer, ExpertStore, cpu
+from cpu_kernels import plain as twins
+from cpu_kernels.team import Team
+from hetero import options as settings
+from hetero.arch import families, tensors
+from hetero.arch.spec import Model, MoE
+from hetero.engine.engine import Engine
+from hetero.engine.scheduler import Limits
+from hetero.errors import BadOption, BadRequest, DoesNotFit, UnusableHardware
+from hetero.gpu.host import Host
+from hetero.memory import bank as banks
+from hetero.memory import machine as machines
+from hetero.memory import plan as plans
+from hetero.memory.cache import Cache
+from hetero.memory.packed import Progress
+from hetero.model.experts import OnCpu, expert_layer
+from hetero.model.load import load_decoder
+from hetero.model.step import single
+from hetero.model.weights import Weights
+from hetero.options import Options
+from hetero.report import Check, Report
+from hetero.request import Output, Request, Sampling
+from hetero.text import template, tokenizer
+from hetero.text.reply import Answer, Chunk, Reply, collect, sampling_defaults, watcher
+from hetero.weights.checkpoint import Checkpoint
+from hetero.weights.dummy import Dummy
+from hetero.weights.source import Source, open_source
+
+PAGE = 16
+KV_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8"}
+Messages = Sequence[dict[str, Any]]
+Prompt = str | Sequence[int] | Messages
+
+
+class LLM:
+    """A loaded model. `path_or_name`: a folder, a hub name, or None for the embedded model; options as keywords, or whole as `options`.
+
+    Not thread-safe: one thread uses it. Raises the errors of `hetero.errors` before anything big is allocated where that is possible.
+    """
+
+    def __init__(self, path_or_name: str | Path | None = None, *, options: Options | None = None, progress: Progress = lambda *_: None,
+                 **values: Any) -> None:
+        if options is not None and values:
+            raise BadOption("options were given both whole and as keywords", "give one of them")
+        self.options = options or settings.resolve(values, given_as="argument")
+        began = time.perf_counter()
+        self.source: Source = open_source(path_or_name)
+        self.name = self.source.name
+        self.model = read_model(self.source, self.options)
+        self.tokenizer = tokenizer.read(self.source.folder)
+        self.template = template.read(self.source.folder, self.tokenizer)
+        self.sampling, self.sampling_sources = sampling_defaults(self.source.json("generation_config.json") or {})
+        self.weights = Dummy(self.model) if self.options.load_format == "dummy" else Checkpoint(self.source, self.model)
+        self.machine = machines.this_machine(self.options.cache_dir, self.options.device)
+        arriving = [self.weights.expert_format(l) for l in self.model.moe_layers]
+        self.plan = plans.plan(self.model, self.machine, self.options, arriving or "bf16")
+        if not self.plan.fits:
+            raise DoesNotFit(f"{self.name} {self.plan.shortfall}", "; or ".join(self.plan.changes))
+        if self.plan.device != "cpu":
+            raise UnusableHardware(f"device {self.plan.device}: decoding on a GPU is not part of this version", "--device cpu")
+        torch.set_num_threads(1)                     # the team owns the cores
+        self.team = Team(self.options.cores, self.options.threads)
+        try:
+            self._load(progress)
+        except BaseException:
+            self.team.close()
+            raise
+        self.load_s = time.perf_counter() - began
+
+    def _load(self, progress: Progress) -> None:
+        plan, model, options = self.plan, self.model, self.options
+        self.isa = cpu.isa()
+        self.ops = Host(plan.ctx, self.team, self.isa)
+        self.bank = banks.load(self.weights, options.expert_format, options.cache_dir if options.packed_cache else None, self.team.threads, progress)
+        self.layers = {l: expert_layer(banks.moe(model, l), self.bank.stores[l], self.bank.biases[l]) for l in model.moe_layers}
+
+        def experts(l: int, part: MoE) -> OnCpu:
+            return OnCpu(self.layers[l], self.team, self.isa, options.deterministic)
+        self.decoder = load_decoder(self.ops, model, Weights(tensors.of(model), self.weights.dense), experts, plan.dense_format, plan.dense_format)
+        self.cache = Cache(model, -(-plan.kv_tokens // PAGE), PAGE, KV_NAMES[plan.kv_dtype])
+        limits = Limits(plan.max_batch, plan.chunk, options.max_stall_ms / 1e3)
+        self.vocab = min(self.tokenizer.size, model.vocab)
+        self.engine = Engine(self.decoder, self.cache, self.vocab, plan.ctx, self.tokenizer.ends(), limits, seed=options.seed)
+        self._inbox: dict[str, deque[Output]] = {}
+        self._ids = count()
+
+    # -- text -------------------------------------------------------------------------------------------------------------------------------
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt: raw text, ids, or messages through the chat template. Raises BadRequest."""
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode_prompt(prompt))
+        if all(isinstance(p, int) for p in prompt):
+            return tuple(p for p in prompt if isinstance(p, int))
+        if not all(isinstance(p, dict) for p in prompt):
+            raise BadRequest("a prompt is text, token ids or a list of messages", param="prompt")
+        if self.template is None:
+            raise BadRequest(f"{self.name} has no chat template", "send a text prompt instead", param="messages")
+        return self.template.prompt([p for p in prompt if isinstance(p, dict)]).ids
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | None = None) -> list[Answer]:
+        """Answers to one prompt or to many at once, in order, `sampling.n` for each."""
+        jobs = [self._reply(p, sampling or self.sampling) for p in each(prompts)]
+        for id, replies in jobs:
+            for output in self._outputs(id, len(replies)):
+                replies[output.index].add(output)
+            del self._inbox[id]
+        return [answer for _, replies in jobs for answer in collect(replies)]
+
+    def chat(self, messages: Messages, sampling: Sampling | None = None) -> Answer:
+        """The answer to a conversation: [{"role": "user", "content": "..."}, ...]."""
+        return self.generate(messages, sampling)[0]
+
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Generator[Chunk, None, None]:
+        """Chunks of the answer as they are made; closing the generator ends the request."""
+        id, replies = self._reply(prompt, sampling or self.sampling)
+        try:
+            for output in self._outputs(id, len(replies)):
+                yield replies[output.index].add(output)
+        finally:
+            self.engine.abort(id)
+            self._inbox.pop(id, None)
+
+    def _reply(self, prompt: Prompt, sampling: Sampling) -> tuple[str, list[Reply]]:
+        id = f"r{next(self._ids)}"
+        self.engine.add(Request(id, self.encode(prompt), sampling, watcher=watcher(self.tokenizer, sampling)))
+        self._inbox[id] = deque()
+        strip = not isinstance(prompt, str)
+        return id, [Reply(self.tokenizer, sampling, i, strip) for i in range(sampling.n)]
+
+    def _outputs(self, id: str, replies: int) -> Iterator[Output]:
+        """The outputs of one request until all its sequences ended, stepping the engine for everybody."""
+        inbox = self._inbox[id]
+        while replies:
+            while not inbox:
+                for output in self.engine.step():
+                    if output.id in self._inbox:
+                        self._inbox[output.id].append(output)
+            output = inbox.popleft()
+            replies -= output.finish is not None
+            yield output
+
+    # -- evaluation -------------------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logits(self, token_ids: Sequence[int], path: str = "prefill") -> torch.Tensor:
+        """[T, V] float32: what the model says after each token, computed in prompt chunks or ("decode") token by token. Raises BadRequest."""
+        if path not in ("prefill", "decode"):
+            raise BadRequest(f"path is {path!r}", "prefill or decode", "path")
+        if not 0 < len(token_ids) <= self.plan.ctx or not all(0 <= t < self.model.vocab for t in token_ids):
+            raise BadRequest("token_ids must be 1 to " f"{self.plan.ctx} ids below {self.model.vocab}", param="token_ids")
+        cache = Cache(self.model, -(-len(token_ids) // PAGE), PAGE, KV_NAMES[self.plan.kv_dtype])
+        width = 1 if path == "decode" else self.plan.chunk
+        rows = []
+        for at, tokens in zip(count(0, width), torch.tensor(list(token_ids)).split(width), strict=False):
+            step = single(tokens, at, PAGE, torch.arange(tokens.shape[0]))
+            rows.append(self.decoder(step, cache)[:, :self.vocab].clone())
+        return torch.cat(rows)
+
+    # -- what really runs -------------------------------------------------------------------------------------------------------------------
+
+    def check(self) -> tuple[Check, ...]:
+        """Every kernel and format that serves, against its plain twin on random data."""
+        return tuple(check_experts(self.layers, self.team))
+
+    def report(self) -> Report:
+        filled, machine = self.bank.filled, self.machine
+        assert filled is not None
+        kept = sorted({f"{o.arrived} -> {o.format}" + (", exact" if o.kept else f", error {o.error:.1e}") for o in filled.origins.values()})
+        facts = {"machine": f"{machine.name}, {machine.cores} cores, {self.isa}", "team": f"{self.team.threads} threads on cores {self.team.cores}"
+                 + (", shared with another process" if self.team.shared else ""),
+                 "experts": f"from {filled.by} in {filled.seconds:.1f} s: {'; '.join(kept)}",
+                 "expert memory": f"{filled.nbytes / 2**20:.0f} MiB, {filled.huge}", "KV": f"{self.plan.kv_tokens} tokens in {self.plan.kv_dtype}",
+                 "planned": f"{self.plan.ram_bytes / 2**20:.0f} MiB, decode {self.plan.decode_tok_s:.0f} tok/s", "loaded in": f"{self.load_s:.1f} s",
+                 **({"notes": "; ".join(self.source.notes)} if self.source.notes else {})}
+        stats = self.engine.stats()
+        speeds = {"decode tok/s": stats.decode_tokens / stats.decode_s if stats.decode_s else 0.0}
+        return Report(self.name, facts, tuple(self.decoder.report()), tuple(self.options.rows()), self.check(), speeds if stats.decode_s else {})
+
+    def close(self) -> None:
+        """Ends the threads; the model cannot be used any more."""
+        self.team.close()
+        if isinstance(self.weights, Checkpoint):
+            self.weights.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def each(prompts: Any) -> list[Any]:
+    """One prompt as a list of one; many as they are."""
+    return [prompts] if isinstance(prompts, str) or not prompts or isinstance(prompts[0], (int, dict)) else list(prompts)
+
+
+def read_model(source: Source, options: Options) -> Model:
+    """The spec of a source, cut to `--layers`."""
+    return families.read(source.config).first(options.layers)
+
+
+def matrices(store: ExpertStore, e: int) -> tuple[Any, Any, Any]:
+    """gate (None when there is none), up and down of one expert as the kernels multiply them, float64."""
+    return store.dequantize(e, "gate") if store.gated else None, store.dequantize(e, "up"), store.dequantize(e, "down")
+
+
+def check_experts(layers: dict[int, ExpertLayer], team: Team) -> Iterator[Check]:
+    """The first layer of each shape and format on four random tokens, against the float64 twin over the same packed bytes."""
+    seen = set()
+    for layer in layers.values():
+        store = layer.store
+        if (key := (store.format.name, store.hidden, store.inter, layer.act)) in seen:
+            continue
+        seen.add(key)
+        rng = np.random.default_rng(0)
+        x = rng.standard_normal((4, store.hidden)).astype(np.float32)
+        ids = rng.integers(0, store.experts, (4, 2)).astype(np.int32)
+        weights, out = np.full((4, 2), 0.5, np.float32), np.empty_like(x)
+        layer.run(x, ids, weights, out, team)
+        act = (layer.act.kind, layer.act.alpha, layer.act.limit, layer.act.up_shift)
+        twin = twins.moe(store.format, x, ids, weights, partial(matrices, store), act, layer.biases, layer.weight_on, rounded=True)
+        yield Check("experts", f"rows.{store.format.name}", store.format.name, float(np.abs(out - twin).max() / np.abs(twin).max()), 1e-4)

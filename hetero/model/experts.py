@@ -1,0 +1,39 @@
+"""Where routed experts are computed: executors that start and finish, each telling what it is; knows no router and no attention."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpu_kernels import Act, ExpertLayer, ExpertStore
+from cpu_kernels.team import Team
+from hetero.arch import spec
+from hetero.gpu.ops import Row
+
+
+def expert_layer(part: spec.MoE, store: ExpertStore, biases: Mapping[str, np.ndarray] | None) -> ExpertLayer:
+    """The kernels' routed layer of one spec part over packed weights."""
+    act = Act(part.act.kind, part.act.alpha, part.act.limit, part.act.up_shift)
+    given = None if biases is None else (biases.get("gate"), biases["up"], biases["down"])
+    return ExpertLayer(store, act, given, part.weight_on)
+
+
+class OnCpu:
+    """Experts computed by the team from packed records in system memory; activations already are there."""
+
+    def __init__(self, layer: ExpertLayer, team: Team, isa: str, deterministic: bool) -> None:
+        self.layer, self.team, self.isa, self.deterministic = layer, team, isa, deterministic
+        self.out = torch.zeros(0)
+
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        self.out = torch.empty(x.shape)
+        self.layer.run(x.numpy(), ids.numpy(), weights.numpy(), self.out.numpy(), self.team, deterministic=self.deterministic)
+
+    def finish(self) -> Tensor:
+        return self.out
+
+    def row(self) -> Row:
+        store = self.layer.store
+        return Row("experts", "cpu", f"rows.{store.format.name}", store.format.name, store.experts * store.record_nbytes, self.isa,
+                   self.team.threads, self.team.cores)

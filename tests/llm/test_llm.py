@@ -1,0 +1,75 @@
+"""The whole way from a name to text on the embedded model: answers, streams, seeds, evaluation, report."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero.errors import BadOption, BadRequest
+from hetero.llm import LLM
+from hetero.request import Sampling
+
+HELLO = [{"role": "user", "content": "What is the sky?"}]
+GREEDY = Sampling(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM(cache_dir=str(tmp_path_factory.mktemp("cache"))) as made:
+        yield made
+
+
+def test_a_chat_answers_in_english_words(llm: LLM) -> None:
+    answer = llm.chat(HELLO, GREEDY)
+    assert answer.finish_reason in ("stop", "length") and answer.error is None
+    assert answer.text.isascii() and len(answer.text.split()) >= 4
+
+
+def test_a_stream_is_the_same_text_in_pieces(llm: LLM) -> None:
+    chunks = list(llm.stream(HELLO, GREEDY))
+    assert "".join(c.text for c in chunks) == llm.chat(HELLO, GREEDY).text
+    assert chunks[-1].finish and not any(c.finish for c in chunks[:-1])
+
+
+def test_closing_a_stream_ends_its_request(llm: LLM) -> None:
+    stream = llm.stream(HELLO, GREEDY)
+    next(stream)
+    stream.close()
+    llm.engine.step()
+    assert llm.engine.idle and llm.engine.stats().pages_held == 0
+
+
+def test_many_prompts_at_once_come_back_in_order(llm: LLM) -> None:
+    prompts = ["The cat sat", HELLO, llm.encode("One day")]
+    answers = llm.generate(prompts, Sampling(temperature=1.0, max_tokens=8, seed=7, n=2))
+    assert [a.timings.prompt_tokens for a in answers] == [len(llm.encode(p)) for p in prompts for _ in range(2)]
+    assert [a.index for a in answers] == [0, 1] * 3 and answers[0].text != answers[1].text
+
+
+def test_both_paths_of_logits_agree(llm: LLM) -> None:
+    ids = llm.encode("Once upon a time there was a little mouse.")
+    prefill, decode = llm.logits(ids), llm.logits(ids, "decode")
+    assert prefill.shape == (len(ids), llm.vocab) and prefill.dtype == torch.float32
+    p = prefill.log_softmax(-1)
+    assert (p.exp() * (p - decode.log_softmax(-1))).sum(-1).mean() < 1e-3
+
+
+@pytest.mark.parametrize(("ids", "path"), [([], "prefill"), ([9999999], "prefill"), ([1], "sideways")])
+def test_bad_token_ids_and_paths_are_refused(llm: LLM, ids: list[int], path: str) -> None:
+    with pytest.raises(BadRequest):
+        llm.logits(ids, path)
+
+
+def test_the_report_names_every_layer_and_each_self_test_passes(llm: LLM) -> None:
+    report = llm.report()
+    assert {l for l, row in report.rows if row.part == "experts"} == set(range(8))
+    assert all(row.format == "int8_g32" for _, row in report.rows if row.part == "experts")
+    assert report.checks and all(c.passed for c in report.checks)
+    assert "self-test" in report.text() and report.record()["layers"]
+
+
+def test_an_unknown_option_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="thread"):
+        LLM(cache_dir=str(tmp_path), thread=2)
