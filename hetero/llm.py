@@ -57,7 +57,7 @@ class LLM:
             raise BadOption("options were given both whole and as keywords", "give one of them")
         self.options = options or settings.resolve(values, given_as="argument")
         began = time.perf_counter()
-        self.source: Source = open_source(path_or_name)
+        self.source: Source = open_source(path_or_name, partial(fetch, offline=self.options.offline, progress=progress))
         self.name = self.source.name
         self.model = read_model(self.source, self.options)
         self.tokenizer = tokenizer.read(self.source.folder)
@@ -201,6 +201,12 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def fetch(name: str, offline: bool, progress: Progress) -> Path:
+    """The folder of a hub name. The hub's library takes a third of a second to import, so only those pay who need it."""
+    from hetero.weights import hub
+    return hub.fetch(name, offline, progress=progress)
 
 
 def each(prompts: Any) -> list[Any]:
