@@ -1,0 +1,101 @@
+"""Runs the Triton kernels with no GPU: against their twins in Triton's interpreter, and compiled for every generation of cards that is served."""
+
+import inspect
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hetero.arch import spec
+from hetero.gpu import attention, norm, rope, router
+from hetero.gpu.ops import KV, LatentKV, Step
+
+HERE = pathlib.Path(__file__).parent
+CARDS = (75, 80, 86, 89, 90, 120)
+SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}   # per block: CUDA programming guide, table of compute capabilities
+
+
+def interpreted(*arguments):
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_cases.py"), *arguments], env=environment,
+                          cwd=HERE.parents[1], capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_every_kernel_equals_its_twin_in_the_interpreter():
+    interpreted("-m", "not slow")
+
+
+@pytest.mark.slow
+def test_every_kernel_equals_its_twin_in_the_interpreter_on_many_shapes():
+    interpreted("-m", "slow")
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Kernel launches are recorded instead of made."""
+    seen = []
+    monkeypatch.setattr(triton.runtime.JITFunction, "run", lambda self, *args, grid, warmup, **more: seen.append((self, args, more)))
+    return seen
+
+
+def typed(value):
+    if isinstance(value, torch.Tensor):
+        return "*" + {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+                      torch.int16: "i16", torch.int8: "i8"}[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32" if abs(value) < 1 << 31 else "i64"
+
+
+def compiled(launch, card):
+    """The recorded launch compiled for sm_`card`, as the launcher would, pointers taken as 16-byte aligned."""
+    kernel, args, more = launch
+    options = {k: more.pop(k) for k in ("num_warps", "num_stages") if k in (more := dict(more))}
+    bound = inspect.signature(kernel.fn).bind(*args, **more).arguments
+    fixed = {p.name for p in kernel.params if p.is_constexpr}
+    signature = {n: "constexpr" if n in fixed else typed(v) for n, v in bound.items()}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(signature) if signature[n].startswith("*")}
+    source = ASTSource(kernel, signature, {n: v for n, v in bound.items() if n in fixed}, attrs)
+    return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+
+
+def launch_all(dtype, kv_dtype):
+    """Calls every wrapper once on small CPU tensors of the kinds that are served."""
+    def z(*shape, dtype=dtype):
+        return torch.zeros(*shape, dtype=dtype)
+
+    i32, i64, f32 = torch.int32, torch.int64, torch.float32
+    fp8 = kv_dtype == torch.float8_e4m3fn
+    norm.norm(z(1, 2048), z(2048, dtype=f32), 1e-6)
+    norm.add_norm(z(1, 2880), z(1, 2880), z(2880, dtype=f32), 1e-6, z(2880, dtype=f32), center=True)
+    router.route(spec.Router(128, 8, "softmax", True), z(1, 128, dtype=f32), None)
+    router.route(spec.Router(256, 8, "sigmoid", True, groups=8, top_groups=4, group_score="top2", correction=True), z(1, 256, dtype=f32), z(256, dtype=f32))
+    router.route(spec.Router(32, 4, "topk_softmax", False), z(1, 32, dtype=f32), None)
+    for longest, splits in ((1, 8), (64, 1)):
+        step = Step(z(64, dtype=i64), z(64, dtype=i32), z(2, dtype=i32), z(1, dtype=i32), z(1, 9, dtype=i32), z(64, dtype=i64), z(1, dtype=i32), z(1, dtype=i64), longest)
+        for heads, kv_heads, dim, kind in ((32, 4, 128, "head"), (64, 8, 64, "none"), (16, 2, 256, "full")):
+            part = spec.GQA(heads, kv_heads, dim, spec.Rope(dim, 1e4), kind, window=128 if dim == 64 else None, sinks=dim == 64)
+            kv = KV(z(4, kv_heads, 16, dim, dtype=kv_dtype), z(4, kv_heads, 16, dim, dtype=kv_dtype), *([z(4, kv_heads, 16, dtype=f32)] * 2 if fp8 else []))
+            w = z(heads * dim, dtype=f32)
+            q = rope.place(part, 1e-6, z(64, (heads + 2 * kv_heads) * dim), kv, step, z(9, dim // 2, dtype=f32), z(9, dim // 2, dtype=f32), w, w)
+            attention.attend(q, kv, step, 0.1, part.window, w if part.sinks else None, splits)
+        latent = LatentKV(z(4, 16, 576, dtype=kv_dtype), z(4, 16, dtype=f32) if fp8 else None)
+        rope.place_latent(z(64, 128, 192), z(64, 576), latent, step, z(9, 32, dtype=f32), z(9, 32, dtype=f32), z(512, dtype=f32), 1e-6, 128, True)
+        attention.attend_latent(z(64, 128, 576), latent, step, 512, 0.1, splits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", CARDS)
+def test_every_kernel_compiles_for_every_card(card, launches):
+    dtype = torch.float16 if card < 80 else torch.bfloat16
+    for kv_dtype in (dtype, torch.float8_e4m3fn):
+        launch_all(dtype, kv_dtype)
+    for launch in launches:
+        kernel = compiled(launch, card)
+        assert kernel.asm["cubin"], launch[0].__name__
+        assert kernel.metadata.shared <= SHARED_BYTES[card], (launch[0].__name__, kernel.metadata.shared)

@@ -1,0 +1,228 @@
+"""Every Triton kernel against its torch twin on random data; on a machine without a GPU in Triton's interpreter (see test_triton.py), else on the GPU.
+
+Run alone with `python -m pytest tests/gpu/triton_cases.py` (TRITON_INTERPRET=1 without a GPU).
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero.arch import spec
+from hetero.gpu import attention, norm, plain, rope, router
+from hetero.gpu.ops import KV, LatentKV, Step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16          # the interpreter's bf16 is not to be trusted
+TIGHT = 2e-5 if DEVICE == "cpu" else 2e-4
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def rand(*shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(*shape) * scale).to(DEVICE, dtype)
+
+
+def close(got, want, tolerance):
+    got, want = got.float(), want.float()
+    assert got.shape == want.shape and torch.isfinite(got).all()
+    error = ((got - want).norm() / want.norm().clamp(min=1e-12)).item()
+    assert error <= tolerance, f"relative error {error:.2e} > {tolerance:.0e}"
+
+
+def step_of(new, cached, page=16, spare=3):
+    """A step of len(new) sequences: new[s] tokens after cached[s] ones, pages shuffled."""
+    lengths = [n + c for n, c in zip(new, cached, strict=True)]
+    needed = [-(-n // page) for n in lengths]
+    total = sum(needed) + spare
+    order = torch.randperm(total).tolist()
+    table = torch.full((len(new), max(needed) + 1), -1, dtype=torch.int32)
+    for s, n in enumerate(needed):
+        table[s, :n] = torch.tensor([order.pop() for _ in range(n)], dtype=torch.int32)
+    positions = torch.cat([torch.arange(c, c + n) for n, c in zip(new, cached, strict=True)])
+    owner = torch.repeat_interleave(torch.arange(len(new)), torch.tensor(new))
+    slots = table[owner, positions // page].long() * page + positions % page
+    starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32)
+    d = DEVICE
+    return Step(torch.zeros(len(positions), dtype=torch.int64, device=d), positions.int().to(d), starts.to(d), torch.tensor(lengths, dtype=torch.int32, device=d),
+                table.to(d), slots.to(d), torch.zeros(len(new), dtype=torch.int32, device=d), torch.arange(len(positions), device=d), max(new)), total
+
+
+def kv_of(pages, heads, page, dim, dtype):
+    if dtype == "fp8":
+        def half():
+            return plain.to_fp8(rand(pages, heads, page, dim))
+        (k, ks), (v, vs) = half(), half()
+        return KV(k, v, ks, vs)
+    return KV(rand(pages, heads, page, dim, dtype=dtype), rand(pages, heads, page, dim, dtype=dtype))
+
+
+def copy_of(kv):
+    return type(kv)(**{n: None if t is None else t.clone() for n, t in vars(kv).items()})
+
+
+@pytest.mark.parametrize("width", [8, 96, 257, 2048])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_norms_equal_their_twin_with_and_without_the_residual_add(width, dtype):
+    x, delta, w, b = rand(3, width, dtype=dtype), rand(3, width, dtype=dtype), rand(width), rand(width)
+    bound = TIGHT if dtype == torch.float32 else 4e-3
+    close(norm.norm(x, w, 1e-6), plain.PlainNorm(w, None, 1e-6)(x), bound)
+    close(norm.norm(x, w, 1e-5, b, center=True), plain.PlainNorm(w, b, 1e-5)(x), bound)
+    s, y = norm.add_norm(x, delta, w, 1e-6, scale=0.5)
+    want_s, want_y = plain.PlainNorm(w, None, 1e-6).add(x, delta, 0.5)
+    close(s, want_s, bound)
+    close(y, want_y, bound)
+
+
+ROUTERS = [
+    spec.Router(8, 2, "softmax", False),
+    spec.Router(128, 8, "softmax", True),
+    spec.Router(60, 4, "softmax", False, scale=2.5),
+    spec.Router(32, 4, "topk_softmax", False),
+    spec.Router(64, 6, "sigmoid", True, scale=1.5, correction=True),
+    spec.Router(64, 8, "sigmoid", True, scale=2.5, groups=8, top_groups=4, group_score="top2", correction=True),
+    spec.Router(160, 6, "softmax", False, scale=16.0, groups=8, top_groups=3),
+    spec.Router(20, 1, "sigmoid", False, correction=True),
+]
+
+
+@pytest.mark.parametrize("part", ROUTERS, ids=lambda p: f"{p.score}-{p.experts}-{p.groups}")
+def test_router_picks_and_weighs_as_its_twin(part):
+    logits = rand(5, part.experts)
+    logits[3] = 0.25                                          # all equal: the lowest ids
+    correction = rand(part.experts, scale=0.3) if part.correction else None
+    ids, weights = router.route(part, logits, correction)
+    want_ids, want_weights = plain.select(part, logits, correction)
+    assert torch.equal(ids, want_ids)
+    close(weights, want_weights, TIGHT)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")
+def test_router_of_a_row_of_nan_still_names_experts_that_exist():
+    logits = torch.full((2, 32), float("nan"), device=DEVICE)
+    ids, _ = router.route(spec.Router(32, 4, "softmax", True), logits, None)
+    assert ((ids >= 0) & (ids < 32)).all()
+
+
+def gqa(heads=4, kv_heads=2, dim=64, rope_dim=None, interleaved=False, **more):
+    return spec.GQA(heads, kv_heads, dim, spec.Rope(rope_dim or dim, 10000.0, interleaved, context=512), **more)
+
+
+def table(dim, n=512):
+    angles = torch.outer(torch.arange(n).float(), 10000.0 ** (-torch.arange(0, dim, 2).float() / dim))
+    return angles.cos().to(DEVICE), angles.sin().to(DEVICE)
+
+
+PARTS = [
+    gqa(), gqa(8, 2, 128, qk_norm="head"), gqa(4, 4, 64, qk_norm="full"), gqa(4, 1, 64, qk_norm="rotated"), gqa(4, 2, 80, rope_dim=32), gqa(4, 2, 64, interleaved=True),
+    gqa(8, 1, 64, window=20, sinks=True), gqa(6, 2, 256), gqa(16, 1, 64, clip=0.5), spec.GQA(4, 2, 64, None),
+]
+
+
+@pytest.mark.parametrize("part,kind", [*((p, "f32") for p in PARTS), (PARTS[0], "half"), (PARTS[1], "fp8"), (PARTS[6], "half"), (PARTS[6], "fp8")],
+                         ids=lambda p: p if isinstance(p, str) else f"{p.heads}x{p.kv_heads}x{p.head_dim}-{p.qk_norm}-{p.window}")
+def test_placing_and_attending_equal_their_twin(part, kind):
+    for new, cached, splits in (([1, 1], [0, 37], 1), ([1], [300], 4), ([3, 1, 8], [30, 18, 0], 1)):
+        check_attention(part, kind, new, cached, splits, 16)
+
+
+def check_attention(part, kind, new, cached, splits, page):
+    step, pages = step_of(new, cached, page)
+    dtype = torch.float32 if kind == "f32" else HALF
+    kv = kv_of(pages, part.kv_heads, page, part.head_dim, {"f32": torch.float32, "half": HALF, "fp8": "fp8"}[kind])
+    twin = copy_of(kv)
+    T = step.tokens.shape[0]
+    qkv = rand(T, (part.heads + 2 * part.kv_heads) * part.head_dim, dtype=dtype)
+    wide = part.qk_norm == "full"
+    q_norm, k_norm = rand(part.head_dim * (part.heads if wide else 1)), rand(part.head_dim * (part.kv_heads if wide else 1))
+    sinks = rand(part.heads) if part.sinks else None
+    cos, sin = table(part.rope.dim) if part.rope else table(2)
+    oracle = plain.PlainAttend.__new__(plain.PlainAttend)
+    oracle.part, oracle.eps, oracle.q_norm, oracle.k_norm, oracle.sinks = part, 1e-6, q_norm, k_norm, sinks
+    oracle.scale, oracle.table, oracle.device = part.head_dim ** -0.5, (cos, sin) if part.rope else None, torch.device(DEVICE)
+    want = oracle(qkv, twin, step)
+    q = rope.place(part, 1e-6, qkv, kv, step, cos, sin, q_norm, k_norm)
+    for name in ("keys", "values"):
+        mine, theirs = (plain.read_pages(getattr(c, name), getattr(c, name[:-1] + "_scales"), torch.arange(pages, device=DEVICE), pages * page) for c in (kv, twin))
+        close(mine, theirs, 1e-5 if kind == "f32" else 6e-3)
+    got = attention.attend(q, twin, step, oracle.scale, part.window, sinks, splits).flatten(1)   # on the twin's pages: codes may differ by a rounding
+    close(got, want, {"f32": TIGHT, "half": 4e-3, "fp8": 4e-3}[kind])
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.integers(1, 3), st.sampled_from([1, 2, 3, 5, 16]), st.sampled_from([64, 72, 96]), st.sampled_from([4, 16, 64]), st.sampled_from([None, 1, 17]),
+       st.lists(st.tuples(st.integers(1, 20), st.integers(0, 90)), min_size=1, max_size=4), st.sampled_from([1, 2, 8]), st.booleans())
+def test_any_shape_attends_as_its_twin(kv_heads, group, dim, page, window, sequences, splits, decode):
+    new, cached = [1 if decode else n for n, _ in sequences], [c for _, c in sequences]
+    check_attention(gqa(kv_heads * group, kv_heads, dim, window=window), "f32", new, cached, splits if max(new) == 1 else 1, page)
+
+
+def test_pages_given_back_are_never_read():
+    part, page = gqa(4, 2, 64, window=8), 4
+    step, pages = step_of([1, 3], [40, 33], page)
+    kv = kv_of(pages, 2, page, 64, torch.float32)
+    for s, first in enumerate((40 - 7, 33 - 7)):
+        gone = step.pages[s, :first // page].clone().long()
+        kv.keys[gone] = kv.values[gone] = float("nan")
+        step.pages[s, :first // page] = -1
+    got = attention.attend(rand(4, 4, 64), kv, step, 0.125, part.window, None, 1)
+    assert torch.isfinite(got).all()
+
+
+def test_a_slot_below_zero_writes_nothing():
+    part = gqa(2, 1, 64)
+    step, pages = step_of([1, 1], [3, 4])
+    step.slots[:] = -1
+    kv = kv_of(pages, 1, 16, 64, torch.float32)
+    before = copy_of(kv)
+    rope.place(part, 1e-6, rand(2, 4 * 64), kv, step, *table(64), rand(1), rand(1))
+    assert torch.equal(kv.keys, before.keys) and torch.equal(kv.values, before.values)
+
+
+def test_e4m3_codes_equal_torch_for_every_value_that_matters():
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every.isfinite()]
+    between = (every[:, None] + torch.linspace(-0.6, 0.6, 41) * every.abs().clamp(min=2 ** -9)[:, None] / 8).flatten().clamp(-448, 448)
+    x = torch.cat([every, between, rand(512).cpu() * 100]).clamp(-448, 448)
+    x = torch.nn.functional.pad(x, (0, -len(x) % 64)).to(DEVICE)
+    x[0] = 448.0                                              # the scale of the row is then exactly 1
+    n = x.shape[0]
+    page = KV(torch.zeros(1, 1, 1, n, device=DEVICE).to(torch.float8_e4m3fn), torch.zeros(1, 1, 1, n, device=DEVICE).to(torch.float8_e4m3fn),
+              torch.zeros(1, 1, 1, device=DEVICE), torch.zeros(1, 1, 1, device=DEVICE))
+    part = spec.GQA(1, 1, n, None)
+    step, _ = step_of([1], [0])
+    step.slots[:] = 0
+    rope.place(part, 1e-6, torch.cat([x, x, x])[None], page, step, x, x, x, x)
+    assert torch.equal(page.keys.flatten().float(), x.to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("kind", ["f32", "half", "fp8"])
+@pytest.mark.parametrize("heads,rank,rope_dim,interleaved", [(4, 64, 16, False), (20, 96, 16, True)])
+def test_latent_attention_equals_its_twin(heads, rank, rope_dim, interleaved, kind):
+    nope, v_dim, page = 32, 24, 16
+    part = spec.MLA(heads, None, rank, nope, v_dim, spec.Rope(rope_dim, 10000.0, interleaved, context=512))
+    for new, cached, splits in (([1, 1], [50, 0], 1), ([1], [150], 2), ([2, 1, 4], [20, 3, 0], 1)):
+        step, pages = step_of(new, cached, page)
+        dtype = torch.float32 if kind == "f32" else HALF
+        wide = rank + rope_dim
+        kv = LatentKV(*plain.to_fp8(rand(pages, page, wide))) if kind == "fp8" else LatentKV(rand(pages, page, wide, dtype=dtype))
+        twin = copy_of(kv)
+        T = step.tokens.shape[0]
+        q, latent, kv_norm = rand(T, heads * (nope + rope_dim), dtype=dtype), rand(T, wide, dtype=dtype), rand(rank)
+        kv_b = rand(heads * (nope + v_dim), rank, dtype=dtype, scale=rank ** -0.5)
+        oracle = plain.PlainLatentAttend.__new__(plain.PlainLatentAttend)
+        oracle.part, oracle.eps, oracle.kv_norm, oracle.scale, oracle.table = part, 1e-6, kv_norm, 0.1, table(rope_dim)
+        oracle.key_up, oracle.value_up = kv_b.unflatten(0, (heads, -1)).split([nope, v_dim], 1)
+        want = oracle(q.clone(), latent, twin, step).view(T, heads, v_dim)
+        q = q.view(T, heads, -1).clone()
+        rope.place_latent(q, latent, kv, step, *oracle.table, kv_norm, 1e-6, nope, interleaved)
+        inside = torch.cat([torch.einsum("thn,hnr->thr", q[..., :nope], oracle.key_up), q[..., nope:]], -1)
+        close(plain.read_pages(kv.latent, kv.scales, torch.arange(pages, device=DEVICE), pages * page),
+              plain.read_pages(twin.latent, twin.scales, torch.arange(pages, device=DEVICE), pages * page), 1e-5 if kind == "f32" else 6e-3)
+        y = attention.attend_latent(inside, twin, step, rank, 0.1, splits)
+        got = torch.einsum("thr,hvr->thv", y, oracle.value_up)
+        close(got, want, {"f32": TIGHT, "half": 6e-3, "fp8": 6e-3}[kind])
