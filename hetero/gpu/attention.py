@@ -43,8 +43,9 @@ def _share(first, last, split, SPLITS: tl.constexpr, BN: tl.constexpr, LEAST: tl
 
 @triton.jit
 def _attend(q, keys, values, key_scales, value_scales, pages, starts, lengths, sinks, out, part, lse, scale, S, P, HEADS, KV_HEADS, WINDOW,
-            G: tl.constexpr, BG: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-            PAGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, FP8: tl.constexpr, SINKS: tl.constexpr, PRECISE: tl.constexpr):
+            G: tl.constexpr, BG: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, D: tl.constexpr,
+            BD: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, FP8: tl.constexpr, SINKS: tl.constexpr,
+            PRECISE: tl.constexpr):
     b = tl.program_id(0)
     h = tl.program_id(1)
     split = tl.program_id(2)
@@ -130,9 +131,9 @@ def _join(part, lse, sinks, out, HEADS, SPLITS: tl.constexpr, D: tl.constexpr, B
 
 
 @triton.jit
-def _attend_latent(q, latent, scales, pages, starts, lengths, out, part, lse, scale, S, P, HEADS, BH: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr,
-                   BN: tl.constexpr, ONE: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-                   LEAST: tl.constexpr, FP8: tl.constexpr, PRECISE: tl.constexpr):
+def _attend_latent(q, latent, scales, pages, starts, lengths, out, part, lse, scale, S, P, HEADS, BH: tl.constexpr, BQ: tl.constexpr,
+                   BM: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
+                   SPLITS: tl.constexpr, LEAST: tl.constexpr, FP8: tl.constexpr, PRECISE: tl.constexpr):
     """As _attend, for one latent that all heads share: keys are latent | rope, values are the latent again (DeepSeek-V2, absorbed form)."""
     b = tl.program_id(0)
     split = tl.program_id(2)
@@ -222,9 +223,9 @@ def attend(q: torch.Tensor, kv: KV, step: Step, scale: float, window: int | None
     BN = 32 if BD > 128 or wide else 64
     nothing = step.lengths
     _attend[(T // BQ + S if long else T, kv_heads, splits)](
-        q, codes(kv.keys), codes(kv.values), kv.key_scales if fp8 else nothing, kv.value_scales if fp8 else nothing, step.pages, step.starts, step.lengths,
-        nothing if sinks is None else sinks, out, part, lse, scale, S, step.pages.shape[1], heads, kv_heads, 1 << 30 if window is None else window,
-        G=G, BG=BG, BQ=BQ, BM=BM, BN=BN, ONE=not long, D=D, BD=BD, PAGE=page, SPLITS=splits, LEAST=128 // BN, FP8=fp8, SINKS=sinks is not None,
+        q, codes(kv.keys), codes(kv.values), kv.key_scales if fp8 else nothing, kv.value_scales if fp8 else nothing, step.pages, step.starts,
+        step.lengths, nothing if sinks is None else sinks, out, part, lse, scale, S, step.pages.shape[1], heads, kv_heads,
+        1 << 30 if window is None else window, G=G, BG=BG, BQ=BQ, BM=BM, BN=BN, ONE=not long, D=D, BD=BD, PAGE=page, SPLITS=splits, LEAST=128 // BN, FP8=fp8, SINKS=sinks is not None,
         PRECISE=_precision(q.dtype), num_warps=4, num_stages=2)
     if splits > 1:
         _join[(T, heads)](part, lse, nothing if sinks is None else sinks, out, heads, SPLITS=splits, D=D, BD=BD, SINKS=sinks is not None, num_warps=4)
@@ -248,8 +249,10 @@ def attend_latent(q: torch.Tensor, kv: LatentKV, step: Step, rank: int, scale: f
     fp8 = kv.scales is not None
     BN = 16 if q.dtype == torch.float32 else 32
     _attend_latent[(T // BQ + S if long else T, triton.cdiv(heads, BH), splits)](
-        q, codes(kv.latent), kv.scales if fp8 else step.lengths, step.pages, step.starts, step.lengths, out, part, lse, scale, S, step.pages.shape[1], heads,
-        BH=BH, BQ=BQ, BM=BM, BN=BN, ONE=not long, RANK=rank, BR=triton.next_power_of_2(rank), R=wide - rank, PAGE=kv.latent.shape[1], SPLITS=splits,
+        q, codes(kv.latent), kv.scales if fp8 else step.lengths, step.pages, step.starts, step.lengths, out, part, lse, scale, S,
+        step.pages.shape[1], heads,
+        BH=BH, BQ=BQ, BM=BM, BN=BN, ONE=not long, RANK=rank, BR=triton.next_power_of_2(rank), R=wide - rank,
+        PAGE=kv.latent.shape[1], SPLITS=splits,
         LEAST=128 // BN, FP8=fp8, PRECISE=_precision(q.dtype), num_warps=4, num_stages=2 if fp8 else 1)
     if splits > 1:
         _join[(T, heads)](part, lse, step.lengths, out, heads, SPLITS=splits, D=rank, BD=triton.next_power_of_2(rank), SINKS=False, num_warps=4)

@@ -43,3 +43,23 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: fl
     _norm[(x.numel() // H,)](x, delta, weight, weight if bias is None else bias, total, out, eps, scale, H, BH=triton.next_power_of_2(H), ADD=True,
                              CENTER=center, BIAS=bias is not None, num_warps=_warps(H))
     return total, out
+
+
+@triton.jit
+def _add(x, delta, gate, out, scale, H, BLOCK: tl.constexpr, GATED: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = o < H
+    size = scale
+    if GATED:
+        size = 1.0 / (1.0 + tl.exp(-tl.load(gate + t).to(tl.float32)))
+    y = tl.load(x + t * H + o, mask=inside, other=0.0).to(tl.float32) + size * tl.load(delta + t * H + o, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + t * H + o, y.to(out.dtype.element_ty), mask=inside)
+
+
+def add(x: torch.Tensor, delta: torch.Tensor, scale: float = 1.0, gate: torch.Tensor | None = None) -> torch.Tensor:
+    """x, delta [T, H] -> x + scale * delta, or with `gate` [T, 1] x + sigmoid(gate) * delta."""
+    T, H = x.shape
+    out = torch.empty_like(x)
+    _add[(T, triton.cdiv(H, 1024))](x, delta, x if gate is None else gate, out, scale, H, BLOCK=1024, GATED=gate is not None, num_warps=4)
+    return out

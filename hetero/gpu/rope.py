@@ -151,15 +151,15 @@ def place(part: GQA, eps: float, qkv: torch.Tensor, kv: KV, step: Step, cos: tor
         _row_rms[(T,)](qkv, full, eps, nq, nk, qkv.shape[1], BQ=triton.next_power_of_2(nq), BK=triton.next_power_of_2(nk))
     fp8 = kv.key_scales is not None
     _place[(T, part.heads + 2 * part.kv_heads)](
-        qkv, q, codes(kv.keys), codes(kv.values), kv.key_scales if fp8 else cos, kv.value_scales if fp8 else cos, cos, sin, step.positions, step.slots,
-        q_norm, k_norm, full, eps, part.clip or 0.0, part.heads, part.kv_heads, kv.keys.shape[2], D=D, BD=triton.next_power_of_2(D),
+        qkv, q, codes(kv.keys), codes(kv.values), kv.key_scales if fp8 else cos, kv.value_scales if fp8 else cos, cos, sin, step.positions,
+        step.slots, q_norm, k_norm, full, eps, part.clip or 0.0, part.heads, part.kv_heads, kv.keys.shape[2], D=D, BD=triton.next_power_of_2(D),
         R=part.rope.dim if part.rope else 0, INTERLEAVED=bool(part.rope and part.rope.interleaved), NORM=kind, CLIP=part.clip is not None, FP8=fp8,
         num_warps=1)
     return q
 
 
 @triton.jit
-def _place_latent(latent, q, pages, scales, cos, sin, positions, slots, norm, eps, HEADS, PAGE, QD, RANK: tl.constexpr, BR: tl.constexpr,
+def _place_latent(latent, q, pages, scales, cos, sin, positions, slots, norm, eps, HEADS, QD, RANK: tl.constexpr, BR: tl.constexpr,
                   NOPE: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
     """Program (t, h): h < HEADS rotates the rope part of q's head in place; h == HEADS norms and rotates the latent and stores it."""
     t = tl.program_id(0).to(tl.int64)
@@ -178,10 +178,10 @@ def _place_latent(latent, q, pages, scales, cos, sin, positions, slots, norm, ep
     s = tl.load(sin + p + f)
     if h < HEADS:
         at = q + (t * HEADS + h) * QD + NOPE
-        x = tl.load(at + i).to(tl.float32)
-        y = tl.load(at + mate).to(tl.float32)
+        a = tl.load(at + i).to(tl.float32)
+        b = tl.load(at + mate).to(tl.float32)
         tl.debug_barrier()                                   # every lane has read before one writes
-        tl.store(at + i, (x * c + sign * y * s).to(q.dtype.element_ty))
+        tl.store(at + i, (a * c + sign * b * s).to(q.dtype.element_ty))
     else:
         o = tl.arange(0, BR)
         inside = o < RANK
@@ -203,12 +203,12 @@ def _place_latent(latent, q, pages, scales, cos, sin, positions, slots, norm, ep
                 tl.store(pages + row + RANK + i, k.to(pages.dtype.element_ty))
 
 
-def place_latent(q: torch.Tensor, latent: torch.Tensor, kv: LatentKV, step: Step, cos: torch.Tensor, sin: torch.Tensor, norm: torch.Tensor, eps: float,
-                 nope: int, interleaved: bool) -> None:
+def place_latent(q: torch.Tensor, latent: torch.Tensor, kv: LatentKV, step: Step, cos: torch.Tensor, sin: torch.Tensor, norm: torch.Tensor,
+                 eps: float, nope: int, interleaved: bool) -> None:
     """q [T, heads, nope + rope]: its rope part is rotated in place; latent [T, rank + rope]: normed, rotated, stored at step.slots."""
     T, heads, qd = q.shape
     rank, rope = norm.shape[0], qd - nope
     fp8 = kv.scales is not None
-    _place_latent[(T, heads + 1)](q=q, latent=latent, pages=codes(kv.latent), scales=kv.scales if fp8 else cos, cos=cos, sin=sin, positions=step.positions,
-                                  slots=step.slots, norm=norm, eps=eps, HEADS=heads, PAGE=kv.latent.shape[1], QD=qd, RANK=rank,
+    _place_latent[(T, heads + 1)](latent, q, codes(kv.latent), kv.scales if fp8 else cos, cos, sin, step.positions, step.slots, norm, eps, heads, qd,
+                                  RANK=rank,
                                   BR=triton.next_power_of_2(rank), NOPE=nope, R=rope, INTERLEAVED=interleaved, FP8=fp8, num_warps=1)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from hetero.arch.spec import Router
 
-_SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
+SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _route(logits, correction, ids, weights, E, PER, scale, SCORE: tl.constexpr,
 def constants(part: Router, corrected: bool) -> dict[str, int | bool]:
     """The kernel's compile-time numbers for one router; KeyError for a score this kernel does not know (sparsemixer stays with torch)."""
     per = part.experts // part.groups
-    return {"SCORE": _SCORES[part.score], "GROUPS": part.groups, "BG": triton.next_power_of_2(part.groups), "BE": triton.next_power_of_2(per),
+    return {"SCORE": SCORES[part.score], "GROUPS": part.groups, "BG": triton.next_power_of_2(part.groups), "BE": triton.next_power_of_2(per),
             "K": part.top_k, "BK": triton.next_power_of_2(part.top_k), "TOP_GROUPS": part.top_groups, "TOP2": part.group_score == "top2",
             "CORRECTION": corrected, "RENORMALIZE": part.renormalize}
 

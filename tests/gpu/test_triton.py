@@ -55,7 +55,7 @@ def typed(value):
 def compiled(launch, card):
     """The recorded launch compiled for sm_`card`, as the launcher would, pointers taken as 16-byte aligned."""
     kernel, args, more = launch
-    options = {k: more.pop(k) for k in ("num_warps", "num_stages") if k in (more := dict(more))}
+    options = {"enable_fp_fusion": True} | {k: more.pop(k) for k in ("num_warps", "num_stages") if k in (more := dict(more))}
     bound = inspect.signature(kernel.fn).bind(*args, **more).arguments
     fixed = {p.name for p in kernel.params if p.is_constexpr}
     signature = {n: "constexpr" if n in fixed else typed(v) for n, v in bound.items()}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.arch import spec
-from hetero.gpu import attention, norm, plain, rope, router
+from hetero.gpu import attention, linear, norm, plain, rope, router
 from hetero.gpu.ops import KV, LatentKV, Step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -226,3 +226,30 @@ def test_latent_attention_equals_its_twin(heads, rank, rope_dim, interleaved, ki
         y = attention.attend_latent(inside, twin, step, rank, 0.1, splits)
         got = torch.einsum("thr,hvr->thv", y, oracle.value_up)
         close(got, want, {"f32": TIGHT, "half": 6e-3, "fp8": 6e-3}[kind])
+
+
+@pytest.mark.parametrize("act", [spec.Act(), spec.Act("silu", 1.702, 7.0, 1.0), spec.Act("gelu_tanh"), spec.Act("gelu"), spec.Act("relu2")], ids=lambda a: f"{a.kind}-{a.alpha}")
+def test_the_gate_equals_its_twin(act):
+    x = rand(3, 2 * 100, scale=4.0)
+    close(linear.glu(act, x), plain.glu(act, *x.chunk(2, -1)), TIGHT)
+
+
+def test_adding_scaled_or_gated_equals_its_twin():
+    x, d, g = rand(3, 1500), rand(3, 1500), rand(3, 1)
+    close(norm.add(x, d, 0.25), x + 0.25 * d, TIGHT)
+    close(norm.add(x, d, gate=g), x + g.sigmoid() * d, TIGHT)
+
+
+@pytest.mark.parametrize("T,N,K", [(1, 40, 96), (3, 33, 130), (5, 70, 256), (40, 65, 300)])
+def test_eight_bit_products_equal_those_with_the_dequantized_matrix(T, N, K):
+    w, x, bias = rand(N, K), rand(T, K), rand(N)
+    codes, scales = linear.quantize(w)
+    real = linear.dequantize(codes, scales)
+    close(real, w, 6e-3)
+    want = x @ real.T + bias
+    close(linear.gemm(x, codes, scales, bias, torch.float32), want, TIGHT)
+    if T <= 3:
+        close(linear.gemv(x, codes, scales, bias, torch.float32), want, TIGHT)
+        close(linear.gemv(x, w, None, None, torch.float32), x @ w.T, TIGHT)
+    half = linear.gemm(x.to(HALF), codes, scales, None, torch.float32)
+    close(half, x.to(HALF).float() @ real.T, 5e-3)

@@ -1,0 +1,127 @@
+"""Dense matrices on the GPU in Triton: matrix-vector products for decode, 8-bit weights at any size, the gate in between; knows no layer.
+
+8-bit is weight-only: int8 codes with one float32 scale per row and 128 columns, largest magnitude / 127, multiplied in 16 bits with float32 sums.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hetero.arch.spec import Act
+
+GROUP = 128                              # columns that share a scale
+_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
+
+
+@triton.jit
+def activated(g, KIND: tl.constexpr, alpha):
+    """kind(alpha * g) / alpha in float32."""
+    z = g * alpha
+    if KIND == 0:
+        y = z / (1.0 + tl.exp(-z))
+    elif KIND == 1:
+        y = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    elif KIND == 2:
+        y = z / (1.0 + tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)))
+    else:
+        y = tl.where(z > 0, z * z, 0.0)
+    return y / alpha
+
+
+@triton.jit
+def _glu(gate_up, out, alpha, limit, shift, I, KIND: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = o < I
+    g = tl.load(gate_up + t * 2 * I + o, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(gate_up + t * 2 * I + I + o, mask=inside, other=0.0).to(tl.float32)
+    if LIMIT:
+        g = tl.minimum(g, limit)
+        u = tl.minimum(tl.maximum(u, -limit), limit)
+    tl.store(out + t * I + o, (activated(g, KIND, alpha) * (u + shift)).to(out.dtype.element_ty), mask=inside)
+
+
+def glu(act: Act, gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 I], gate | up -> [T, I]."""
+    T, I = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(T, I, dtype=gate_up.dtype, device=gate_up.device)
+    _glu[(T, triton.cdiv(I, 1024))](gate_up, out, act.alpha, act.limit or 0.0, act.up_shift, I, KIND=_KINDS[act.kind], LIMIT=act.limit is not None,
+                                    BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _gemv(x, w, scales, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr, CODES: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr):
+    """Program (block of rows, token): BN rows of W times one token; weights float or int8 with scales."""
+    t = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    live = n < N
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BN, BK), tl.float32)
+    row = n.to(tl.int64) * K
+    for at in range(0, K, BK):
+        inside = at + k < K
+        v = tl.load(w + row[:, None] + at + k[None, :], mask=live[:, None] & inside[None, :], other=0).to(tl.float32)
+        y = tl.load(x + t * K + at + k, mask=inside, other=0.0).to(tl.float32)
+        if CODES:
+            s = tl.load(scales + n[:, None] * tl.cdiv(K, GROUP) + ((at + k) // GROUP)[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+            v = v * s
+        acc += v * y[None, :]
+    r = tl.sum(acc, 1)
+    if BIAS:
+        r += tl.load(bias + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + t * N + n, r.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _gemm(x, w, scales, bias, out, T, N, K, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, PRECISE: tl.constexpr):
+    """int8 weights times many tokens; one group of columns per round, so that a scale multiplies a whole partial product."""
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, GROUP)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for g in range(tl.cdiv(K, GROUP)):
+        at = g * GROUP + k
+        a = tl.load(x + m[:, None].to(tl.int64) * K + at[None, :], mask=(m < T)[:, None] & (at < K)[None, :], other=0.0)
+        b = tl.load(w + n[None, :].to(tl.int64) * K + at[:, None], mask=(n < N)[None, :] & (at < K)[:, None], other=0).to(a.dtype)
+        s = tl.load(scales + n * tl.cdiv(K, GROUP) + g, mask=n < N, other=0.0)
+        acc += tl.dot(a, b, input_precision=PRECISE) * s[None, :]
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + m[:, None].to(tl.int64) * N + n[None, :], acc.to(out.dtype.element_ty), mask=(m < T)[:, None] & (n < N)[None, :])
+
+
+def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, K] float -> (int8 [N, K], float32 scales [N, ceil(K / 128)])."""
+    N, K = w.shape
+    g = torch.nn.functional.pad(w.float(), (0, -K % GROUP)).view(N, -1, GROUP)
+    scales = g.abs().amax(-1) / 127
+    codes = (g / scales.clamp(min=1e-30)[..., None]).round_().to(torch.int8)
+    return codes.view(N, -1)[:, :K].contiguous(), scales
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The twin of what the kernels multiply with: float32 [N, K]."""
+    return codes.float() * scales.repeat_interleave(GROUP, 1)[:, :codes.shape[1]]
+
+
+def gemv(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """x [T, K] (few tokens: each reads W again) times w [N, K] (float, or int8 with scales) -> [T, N] of `dtype`, float32 sums."""
+    T, (N, K) = x.shape[0], w.shape
+    out = torch.empty(T, N, dtype=dtype, device=x.device)
+    BN = 4 if N <= 4096 else 8 if N <= 32768 else 16
+    BK = min(512 if w.element_size() < 4 else 256, triton.next_power_of_2(K))
+    _gemv[(triton.cdiv(N, BN), T)](x, w, x if scales is None else scales, x if bias is None else bias, out, N, K, BN=BN, BK=BK,
+                                   CODES=scales is not None, BIAS=bias is not None, GROUP=GROUP, num_warps=4)
+    return out
+
+
+def gemm(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """x [T, K] times int8 codes [N, K] with scales -> [T, N] of `dtype`."""
+    T, (N, K) = x.shape[0], codes.shape
+    out = torch.empty(T, N, dtype=dtype, device=x.device)
+    BM, BN = (16, 32) if T <= 16 else (32, 64) if T <= 32 else (64, 64) if x.dtype == torch.float32 or T <= 64 else (128, 64)
+    _gemm[(triton.cdiv(N, BN), triton.cdiv(T, BM))](x, codes, scales, x if bias is None else bias, out, T, N, K, BM=BM, BN=BN, BIAS=bias is not None,
+                                                    GROUP=GROUP, PRECISE="ieee" if x.dtype == torch.float32 else "tf32",
+                                                    num_warps=4 if BM < 128 else 8, num_stages=3 if x.element_size() == 2 else 1)
+    return out
