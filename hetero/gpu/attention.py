@@ -225,7 +225,8 @@ def attend(q: torch.Tensor, kv: KV, step: Step, scale: float, window: int | None
     _attend[(T // BQ + S if long else T, kv_heads, splits)](
         q, codes(kv.keys), codes(kv.values), kv.key_scales if fp8 else nothing, kv.value_scales if fp8 else nothing, step.pages, step.starts,
         step.lengths, nothing if sinks is None else sinks, out, part, lse, scale, S, step.pages.shape[1], heads, kv_heads,
-        1 << 30 if window is None else window, G=G, BG=BG, BQ=BQ, BM=BM, BN=BN, ONE=not long, D=D, BD=BD, PAGE=page, SPLITS=splits, LEAST=128 // BN, FP8=fp8, SINKS=sinks is not None,
+        1 << 30 if window is None else window, G=G, BG=BG, BQ=BQ, BM=BM, BN=BN, ONE=not long, D=D,
+        BD=BD, PAGE=page, SPLITS=splits, LEAST=128 // BN, FP8=fp8, SINKS=sinks is not None,
         PRECISE=_precision(q.dtype), num_warps=4, num_stages=2)
     if splits > 1:
         _join[(T, heads)](part, lse, nothing if sinks is None else sinks, out, heads, SPLITS=splits, D=D, BD=BD, SINKS=sinks is not None, num_warps=4)

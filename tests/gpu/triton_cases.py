@@ -12,6 +12,7 @@ from hetero.arch import spec
 from hetero.gpu import attention, linear, norm, plain, rope, router
 from hetero.gpu.ops import KV, LatentKV, Step
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")               # the interpreter computes with numpy, infinity included
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16          # the interpreter's bf16 is not to be trusted
 TIGHT = 2e-5 if DEVICE == "cpu" else 2e-4
@@ -100,7 +101,6 @@ def test_router_picks_and_weighs_as_its_twin(part):
     close(weights, want_weights, TIGHT)
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN")
 def test_router_of_a_row_of_nan_still_names_experts_that_exist():
     logits = torch.full((2, 32), float("nan"), device=DEVICE)
     ids, _ = router.route(spec.Router(32, 4, "softmax", True), logits, None)
