@@ -5,13 +5,12 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
+from hetero.arch.bridged import BRIDGED
 from hetero.arch.fields import Fields
 from hetero.arch.names import HF, LAYER, MIXTRAL, glu, under
-from hetero.arch.parts import act, gqa, leading_dense, mla, model, router, sigmoid_moe, sparse_step, stack
+from hetero.arch.parts import PER_TOKEN, act, gqa, leading_dense, mla, model, router, sigmoid_moe, sparse_step, stack
 from hetero.arch.spec import Act, Layer, Model, MoE
 from hetero.errors import UnsupportedModel
-
-PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token")
 
 
 def qwen2_moe(f: Fields) -> Model:
@@ -195,12 +194,30 @@ def phimoe(f: Fields) -> Model:
     return model(f, "phimoe", stack(f, attention, moe), MIXTRAL, eps=1e-5, norm_bias=True, head_bias=f.flag("lm_head_bias", default=False))
 
 
+def bailing_moe(f: Fields) -> Model:
+    """Ling: DeepSeek-MoE's layer with renormalized weights, q, k and v in one matrix, and a head of unit columns."""
+    f.expect(norm_softmax=False, use_qk_norm=False, num_nextn_predict_layers=0, score_function="softmax", moe_router_enable_expert_bias=False,
+             n_group=1, topk_group=1, routed_scaling_factor=1.0, use_rmsnorm=True, rotary_type="rope-1d", use_rotary_pos_emb=True)
+    f.skip("num_kv_heads_per_layer", "moe_router_topk_scaling_factor")
+    bias, qkv = f.flag("use_bias", default=False), f.flag("use_qkv_bias", default=False)
+    attention = gqa(f, bias=qkv, out_bias=bias)
+    width = f.count("moe_intermediate_size")
+    moe = MoE(router(f, ("num_experts",), PER_TOKEN, "softmax", f.flag("norm_topk_prob", default=True)), width,
+              shared=width * f.count("num_shared_experts", default=0, least=0), act=act(f))
+    at, q, kv = LAYER + "attention.", attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    rows = {"q": f"[0:{q}]", "k": f"[{q}:{q + kv}]", "v": f"[{q + kv}:{q + 2 * kv}]"}
+    names = HF | {"embed": "model.word_embeddings.weight", "attn.o": at + "dense.weight", "attn.o.bias": at + "dense.bias"}
+    names |= {f"attn.{p}{b}": f"{at}query_key_value{b or '.weight'}{r}" for p, r in rows.items() for b in ("", ".bias")}
+    return model(f, "bailing_moe", stack(f, attention, moe, leading_dense(f)), names, unit_head=f.flag("norm_head", default=False))
+
+
 FAMILIES: dict[str, Callable[[Fields], Model]] = {
     "Qwen2MoeForCausalLM": qwen2_moe, "Qwen3MoeForCausalLM": qwen3_moe, "MixtralForCausalLM": mixtral, "OlmoeForCausalLM": olmoe,
     "FlexOlmoForCausalLM": flex_olmo, "DeepseekForCausalLM": deepseek, "DeepseekV2ForCausalLM": deepseek_v2, "DeepseekV3ForCausalLM": deepseek_v3,
     "Glm4MoeForCausalLM": glm4_moe, "Glm4MoeLiteForCausalLM": glm4_moe_lite, "Dots1ForCausalLM": dots1, "GptOssForCausalLM": gpt_oss,
     "MiniMaxM2ForCausalLM": minimax_m2, "HunYuanMoEV1ForCausalLM": hunyuan_v1_moe, "Ernie4_5_MoeForCausalLM": ernie4_5_moe,
     "GraniteMoeForCausalLM": granitemoe, "GraniteMoeSharedForCausalLM": granitemoe, "PhimoeForCausalLM": phimoe, "PhiMoEForCausalLM": phimoe,
+    "BailingMoeForCausalLM": bailing_moe,
 }
 # Multimodal checkpoints whose text part is a known family: its row, and what stands for "model." and "lm_head" in their names.
 TEXT_PARTS: dict[str, tuple[Callable[[Fields], Model], str, str]] = {
@@ -211,6 +228,14 @@ TEXT_PARTS: dict[str, tuple[Callable[[Fields], Model], str, str]] = {
 BY_TYPE = {row.__name__: name for name, row in FAMILIES.items()} | {"phimoe": "PhiMoEForCausalLM", "granitemoeshared": "GraniteMoeSharedForCausalLM",
                                                                     "hunyuan": "HunYuanMoEV1ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}
 OUTER = ("image_", "video_", "vision_", "audio_", "media_", "mm_", "projector_", "projection_", "ignore_index", "use_unified_vision_chunk")
+
+
+def way(config: dict[str, Any]) -> str:
+    """How this model runs: "native" (a row reads its config) or "bridge" (transformers' code, our experts). Raises UnsupportedModel else."""
+    if architecture(config) in BRIDGED:
+        return "bridge"
+    read(config)
+    return "native"
 
 
 def read(config: dict[str, Any]) -> Model:
@@ -232,8 +257,12 @@ def read(config: dict[str, Any]) -> Model:
         found = row(f)
         f.done()
         return replace(found, names=under(under(found.names, "model.", inside), "lm_head", head))
+    if name in BRIDGED:
+        raise UnsupportedModel(f"config key architectures = {name!r} has no native row",
+                               "it runs through the bridge: transformers' code, our experts")
     if name not in FAMILIES:
-        near = get_close_matches(name, [*FAMILIES, *TEXT_PARTS], 1, 0.6)
+        stems = {known.split("For")[0]: known for known in (*FAMILIES, *TEXT_PARTS)}
+        near = [stems[stem] for stem in get_close_matches(name.split("For")[0], stems, 1, 0.6)]
         raise UnsupportedModel(f"config key architectures = {name!r} is not a family that hetero knows",
                                (f"nearest: {near[0]}; " if near else "") + f"supported: {', '.join(sorted([*FAMILIES, *TEXT_PARTS]))}")
     f = Fields(config)

@@ -7,6 +7,7 @@ from hetero.arch import rope
 from hetero.arch.fields import Fields
 from hetero.arch.spec import GQA, MLA, Act, Dense, Layer, Model, MoE, Router
 
+PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token")
 ACTIVATIONS = {"silu": Act("silu"), "swish": Act("silu"), "gelu": Act("gelu"), "gelu_pytorch_tanh": Act("gelu_tanh"), "gelu_new": Act("gelu_tanh"),
                "relu2": Act("relu2")}
 
@@ -37,7 +38,7 @@ def mla(f: Fields) -> MLA:
 
 def act(f: Fields) -> Act:
     name = f("hidden_act", "hidden_activation", default="silu")
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise f.refuse(f.found(("hidden_act", "hidden_activation")), name, ", ".join(ACTIVATIONS))
     return ACTIVATIONS[name]
 
@@ -55,7 +56,7 @@ def router(f: Fields, experts: tuple[str, ...], top_k: tuple[str, ...], score: s
 def sigmoid_moe(f: Fields) -> MoE:
     """DeepSeek-V3's layer (arXiv 2412.19437), which GLM-4-MoE, GLM-4.7-Flash, Kimi-K2 and dots.llm1 share."""
     f.expect(topk_method="noaux_tc", scoring_func=("sigmoid", "noaux_tc"), moe_layer_freq=1)
-    r = router(f, ("n_routed_experts",), ("num_experts_per_tok",), "sigmoid", f.flag("norm_topk_prob", default=True),
+    r = router(f, ("n_routed_experts",), PER_TOKEN, "sigmoid", f.flag("norm_topk_prob", default=True),
                scale=f.number("routed_scaling_factor", default=1.0), groups=f.count("n_group", default=1),
                top_groups=f.count("topk_group", default=1), group_score="top2", correction=True)
     width = f.count("moe_intermediate_size")

@@ -145,6 +145,7 @@ class Model:
     logit_scale: float = 1.0
     norm_bias: bool = False              # LayerNorm with bias rather than RMSNorm
     head_bias: bool = False
+    unit_head: bool = False              # the head's columns are divided by their length over the vocabulary, at load
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -98,6 +98,8 @@ class Checkpoint:
         else:
             out = torch.from_numpy(dialects.floats(reading, parts))
         self.release(reading)
+        if tensor.key == "head" and self.model.unit_head:
+            out = out.float() / out.float().norm(dim=0, keepdim=True).clamp(min=1e-7)
         return out
 
     def expert_format(self, layer: int) -> str:
