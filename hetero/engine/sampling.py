@@ -5,6 +5,7 @@ the best. A token is drawn by inverse CDF over the kept tokens sorted by probabi
 `request.uniform`, so the same seed gives the same token on every device. Log-probabilities are the model's own, before all of that.
 """
 
+import math
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from hetero.request import Sampling, TokenLogprob, uniform
 
 FLOOR = -1e4                             # of every log-probability that is told
 COLD = 1e-5                              # temperatures below are greedy
-CANDIDATES = 1024                        # sorted first; the whole vocabulary only when the draw falls outside
+REACHES = (1e-1, 1e-2, 1e-3, 1e-5, 0.0)  # a row is sorted only down to that share of its best token's probability which decides the draw
 
 
 class Tally:
@@ -75,35 +76,67 @@ class Choice:
 
 
 def choose(logits: Tensor, draws: Row[Draw]) -> list[Choice]:
-    """logits [R, V] float32, columns beyond the tokenizer's vocabulary already cut off; one choice per row. The device is waited for once,
-    and once more only for draws that fall outside the best CANDIDATES tokens."""
-    sound = torch.isfinite(logits.sum(-1))                             # NaN and either infinity all survive a sum
+    """logits [R, V] float32, columns beyond the tokenizer's vocabulary already cut off; one choice per row. A GPU is waited for once."""
     changed = [i for i, draw in enumerate(draws) if not draw.plain]
     scores = _adjust(logits, draws, changed) if changed else logits
-    warm = [i for i, draw in enumerate(draws) if not draw.greedy]
-    best = scores.argmax(-1)                                           # the first of equals
-    flags = sound
-    if changed:
-        flags = sound & (scores.gather(-1, best[:, None])[:, 0] > -torch.inf)
-    if warm:
-        tokens, unsure = _draw(scores[warm] if len(warm) < len(draws) else scores, [draws[i] for i in warm], CANDIDATES)
-        best[warm] = tokens
-        packed = torch.stack([best, sound.long(), flags.long(), torch.zeros_like(best)])
-        packed[3, warm] = unsure.long()
-    else:
-        packed = torch.stack([best, sound.long(), flags.long()])
-    told = packed.tolist()
-    if warm and any(told[3]):
-        again = [i for i, u in enumerate(told[3]) if u and told[2][i]]
-        if again:
-            tokens, _ = _draw(scores[again], [draws[i] for i in again], logits.shape[-1])
-            for i, token in zip(again, tokens.tolist(), strict=True):
-                told[0][i] = token
-    faults = ["finite" if not s else None if f else "mask" for s, f in zip(told[1], told[2], strict=True)]
+    tokens, faults = (pick_by_row if logits.device.type == "cpu" else pick_at_once)(logits, scores, draws)
     asked = [i for i, draw in enumerate(draws) if draw.sampling.logprobs is not None and not faults[i]]
-    scored = dict(zip(asked, score(logits[asked], [told[0][i] for i in asked], [draws[i].sampling.logprobs or 0 for i in asked]),
-                      strict=True)) if asked else {}
-    return [Choice(token, scored.get(i), fault) for i, (token, fault) in enumerate(zip(told[0], faults, strict=True))]
+    if not asked:
+        return [Choice(token, None, fault) for token, fault in zip(tokens, faults, strict=True)]
+    told = score(logits[asked], [tokens[i] for i in asked], [draws[i].sampling.logprobs or 0 for i in asked])
+    scored = dict(zip(asked, told, strict=True))
+    return [Choice(token, scored.get(i), fault) for i, (token, fault) in enumerate(zip(tokens, faults, strict=True))]
+
+
+Picked = tuple[list[int], list[str | None]]
+
+
+def pick_by_row(logits: Tensor, scores: Tensor, draws: Row[Draw]) -> Picked:
+    """Tokens and faults from the model's logits (are they finite?) and the adjusted scores, row by row: for the CPU."""
+    sums, rows = logits.sum(-1).tolist(), scores.numpy()                # NaN and either infinity all survive a sum
+    tokens = rows.argmax(-1).tolist()                                   # the first of equals
+    faults: list[str | None] = [None] * len(draws)
+    for i, draw in enumerate(draws):
+        if not math.isfinite(sums[i]):
+            faults[i] = "finite"
+        elif rows[i, tokens[i]] == -np.inf:
+            faults[i] = "mask"
+        elif not draw.greedy:
+            tokens[i] = _draw_row(rows[i], float(rows[i, tokens[i]]), draw)
+    return tokens, faults
+
+
+def _draw_row(row: np.ndarray, peak: float, draw: Draw) -> int:
+    """One token from one row of scores [V] whose best is `peak`."""
+    s, u = draw.sampling, uniform(draw.seed, draw.at, draw.stream)
+    top_k = s.top_k if 0 < s.top_k < len(row) else len(row)
+    with np.errstate(over="ignore", under="ignore"):
+        weight = np.exp((row - np.float32(peak)) * np.float32(1.0 / s.temperature))
+    total = weight.sum(dtype=np.float64)
+    share = s.top_p if s.top_p < 1.0 else u                             # of the mass: what must be among the candidates
+    for reach in REACHES:
+        ids = np.flatnonzero(weight >= reach)
+        if len(ids) >= top_k or (top_k == len(row) and (s.min_p > reach or weight[ids].sum(dtype=np.float64) > share * total * (1 + 1e-6))):
+            break
+    order = _ordered(row[ids], ids)[:top_k]
+    w = weight[order].astype(np.float64)
+    upto = w.cumsum()
+    kept, mass = len(order), total if top_k == len(row) else upto[-1]
+    if s.top_p < 1.0:
+        kept = max(1, int(np.searchsorted(upto - w, s.top_p * mass)))
+    if s.min_p > 0.0:
+        kept = min(kept, max(1, int(np.searchsorted(-w, -s.min_p, side="right"))))
+    if s.top_p < 1.0 or s.min_p > 0.0:
+        mass = upto[kept - 1]
+    place = int(np.searchsorted(upto[:kept], u * mass, side="right"))
+    return int(order[min(place, kept - 1, max(0, int(np.count_nonzero(w)) - 1))])
+
+
+def _ordered(values: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """`ids` by falling value (float32), equals by rising id: one sort of 64-bit keys."""
+    bits = (values + np.float32(0.0)).view(np.int32)
+    rising = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(np.int64)
+    return np.sort((~rising << 32) | ids) & 0xFFFFFFFF
 
 
 def score(logits: Tensor, tokens: Row[int], tops: Row[int]) -> list[TokenLogprob]:
@@ -148,31 +181,31 @@ def _adjust(logits: Tensor, draws: Row[Draw], changed: list[int]) -> Tensor:
     return scores
 
 
-def _draw(scores: Tensor, draws: list[Draw], most: int) -> tuple[Tensor, Tensor]:
-    """Tokens [R] drawn from scores [R, V], looking at the `most` best of each row; unsure [R]: the answer may lie beyond them."""
+def pick_at_once(logits: Tensor, scores: Tensor, draws: Row[Draw]) -> Picked:
+    """The same as `pick_by_row` without waiting for the device before the end: for a GPU."""
+    best = scores.argmax(-1)
+    flags = torch.isfinite(logits.sum(-1)).long() + (scores.gather(-1, best[:, None])[:, 0] > -torch.inf)      # 2 where both are so
+    warm = [i for i, draw in enumerate(draws) if not draw.greedy]
+    if warm:
+        best[warm] = _draw_batch(scores[warm] if len(warm) < len(draws) else scores, [draws[i] for i in warm])
+    told = torch.stack([best, flags, torch.isfinite(logits.sum(-1)).long()]).tolist()
+    return told[0], [None if f == 2 else "mask" if sound else "finite" for f, sound in zip(told[1], told[2], strict=True)]
+
+
+def _draw_batch(scores: Tensor, draws: list[Draw]) -> Tensor:
+    """Tokens [R] drawn from scores [R, V]."""
     device, size = scores.device, scores.shape[-1]
     told = torch.tensor([(d.sampling.temperature, d.sampling.top_k if 0 < d.sampling.top_k < size else size, d.sampling.top_p, d.sampling.min_p,
                           uniform(d.seed, d.at, d.stream)) for d in draws], dtype=torch.float64).to(device)
     temperature, top_k, top_p, min_p, u = told.unsqueeze(-1).unbind(1)                        # each [R, 1]
-    ids, values = _best(scores, min(most, size))
-    peak = values[:, :1]
-    total = ((scores - peak) / temperature.float()).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-    weight = ((values - peak) / temperature.float()).exp_().double()
-    rank = torch.arange(weight.shape[-1], device=device)
-    keep = rank < top_k
-    cut = weight * keep
-    mass = torch.where(top_k < size, cut.sum(-1, keepdim=True), total)                        # what top-k left
-    before = cut.cumsum(-1) - cut
-    keep = keep & ((before < top_p * mass) | (top_p >= 1.0)) & (weight >= min_p)              # the best has weight 1
+    values, ids = scores.sort(dim=-1, descending=True, stable=True)
+    weight = ((values - values[:, :1]) / temperature.float()).exp_().double()
+    keep = torch.arange(size, device=device) < top_k
+    weight = weight * keep
+    before = weight.cumsum(-1) - weight
+    keep = keep & ((before < top_p * weight.sum(-1, keepdim=True)) | (top_p >= 1.0)) & (weight >= min_p)       # the best has weight 1
     keep[:, 0] = True
-    kept = weight * keep
-    upto = kept.cumsum(-1)
-    inside = ~keep[:, -1:] | (weight[:, -1:] <= 0) | (rank.shape[0] == size)                  # whether the kept set ends within the candidates
-    goal = u * torch.where(inside, upto[:, -1:], torch.where(top_p < 1.0, torch.inf, mass))
-    place = torch.searchsorted(upto, goal, right=True)
-    last = (kept > 0).sum(-1, keepdim=True) - 1
-    unsure = ((place > last) & ~inside) | ((top_k < size) & (top_k > rank.shape[0]))
-    place = torch.minimum(place, last).clamp_min_(0)                                          # -1 where nothing is finite: a fault, told elsewhere
-    edge = values.gather(-1, place) <= values[:, -1:]                                         # equals of the last candidate were picked arbitrarily
-    unsure |= edge & (rank.shape[0] < size)
-    return ids.gather(-1, place)[:, 0], unsure[:, 0]
+    upto = (weight * keep).cumsum(-1)
+    place = torch.searchsorted(upto, u * upto[:, -1:], right=True)
+    last = ((weight > 0) & keep).sum(-1, keepdim=True) - 1
+    return ids.gather(-1, torch.minimum(place, last).clamp_min_(0))[:, 0]                     # -1 where nothing is finite: a fault

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.engine import sampling as module
-from hetero.engine.sampling import Draw, Tally, choose, score
+from hetero.engine.sampling import Draw, Tally, _adjust, choose, pick_at_once, pick_by_row, score
 from hetero.request import Sampling, uniform
 
 
@@ -49,8 +48,8 @@ settings_ = st.builds(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(settings_, st.integers(0, 2**64 - 1), st.booleans(), st.booleans()), min_size=1, max_size=6), st.integers(0, 10**6), st.sampled_from([8, 1024]))
-def test_every_row_of_a_batch_is_what_the_plain_twin_draws(rows, noise, candidates):
+@given(st.lists(st.tuples(settings_, st.integers(0, 2**64 - 1), st.booleans(), st.booleans()), min_size=1, max_size=6), st.integers(0, 10**6), st.booleans())
+def test_every_row_of_a_batch_is_what_the_plain_twin_draws(rows, noise, by_row):
     V = 50
     rng = np.random.default_rng(noise)
     logits = (rng.integers(-40, 40, (len(rows), V)) / 8).astype(np.float32)      # with equals
@@ -61,17 +60,15 @@ def test_every_row_of_a_batch_is_what_the_plain_twin_draws(rows, noise, candidat
             tally.add(t)
         mask = rng.integers(1, 2**32, 2, np.uint32).tolist() if masked else None
         draws.append(Draw(s, seed, i, i % 3, tally, (0, 9) if early else (), mask))
-    before, module.CANDIDATES = module.CANDIDATES, candidates
-    try:
-        got = choose(torch.from_numpy(logits.copy()), draws)
-    finally:
-        module.CANDIDATES = before
+    scores = _adjust(torch.from_numpy(logits.copy()), draws, list(range(len(draws))))
+    got, faults = (pick_by_row if by_row else pick_at_once)(torch.from_numpy(logits.copy()), scores, draws)
+    assert faults == [None] * len(draws)
     for i, draw in enumerate(draws):
         want = twin(logits[i].copy(), draw)
-        if got[i].token != want:                                                 # a draw may fall within rounding of an edge
+        if got[i] != want:                                                 # a draw may fall within rounding of an edge
             close = [twin(logits[i].copy(), Draw(Sampling(**{**vars_of(draw.sampling), "top_p": draw.sampling.top_p + e}), draw.seed, draw.at, draw.stream,
                                                  draw.tally, draw.banned, draw.mask)) for e in (-1e-6, 1e-6)]
-            assert got[i].token in close
+            assert got[i] in close
 
 
 def vars_of(s):
@@ -83,7 +80,7 @@ def test_the_best_candidates_alone_give_the_same_token_as_the_whole_vocabulary()
     for s in (Sampling(), Sampling(top_k=40), Sampling(top_p=0.5), Sampling(temperature=3.0, top_p=0.99), Sampling(top_k=2000), Sampling(min_p=0.2)):
         draws = [Draw(s, seed, 0) for seed in range(8)]
         want = [twin(row, draw) for row, draw in zip(logits.numpy().copy(), draws, strict=True)]
-        assert [c.token for c in choose(logits, draws)] == want
+        assert pick_by_row(logits, logits, draws) == pick_at_once(logits, logits, draws) == (want, [None] * 8)
 
 
 def test_frequencies_follow_the_probabilities():
@@ -99,6 +96,7 @@ def test_a_row_that_is_not_finite_is_told_and_its_neighbours_are_untouched():
     for value in (math.nan, math.inf, -math.inf):
         broken = logits.clone()
         broken[1, 17] = value
+        assert pick_at_once(broken, broken, [Draw(Sampling(), i, 0) for i in range(4)])[1] == [None, "finite", None, None]
         got = choose(broken, [Draw(Sampling(), i, 0) for i in range(4)])
         assert got[1].fault == "finite" and [got[i] for i in (0, 2, 3)] == [want[i] for i in (0, 2, 3)]
         greedy = choose(broken, [Draw(Sampling(temperature=0), i, 0) for i in range(4)])
