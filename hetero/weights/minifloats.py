@@ -46,6 +46,8 @@ def fp8(place: Place, shape: tuple[int, ...], quant: dict) -> Reading | None:
     elif len(s) < 2 or s[1] == 1:
         name, grid = "fp8", (int(np.prod(s)), 1)
         rows, cols = N // max(grid[0], 1), K
+    elif s[0] == N and s[1] and K % s[1] == 0:
+        name, grid, rows, cols = f"fp8_g{K // s[1]}", s, 1, K // s[1]
     else:
         name, grid = "fp8", (0, 0)
     if name == "fp8" and grid not in ((1, 1), (N, 1)):
