@@ -40,6 +40,7 @@ def fp8(place: Place, shape: tuple[int, ...], quant: dict) -> Reading | None:
     if w.shape != shape:
         raise BadCheckpoint(f"{place.stem}.weight: shape {list(w.shape)}, the config says {[N, K]}")
     rows, cols = block_size(quant)
+    grid: tuple[int, ...]
     s = scale.shape
     if s == (-(-N // rows), -(-K // cols)) and s not in ((N, 1), (1, 1)):
         name, grid = f"fp8_b{rows}", s
