@@ -104,5 +104,17 @@ def kernel(function: Any = None, *, key: Hashable = None, inline: bool = False) 
     if function.__closure__ and key is None:
         raise TypeError(f"kernel {function.__qualname__} is a closure and has no key")
     made = numba.njit(nogil=True, boundscheck=False, error_model="numpy", inline="always" if inline else "never")(function)
+    template = made.get_call_template
+    made.get_call_template = lambda args, kws: template(tuple(numba.types.unliteral(a) for a in args), kws)   # not one compile per literal
     made._cache = _Cache(f"{function.__module__}.{function.__qualname__}:{key!r}")
     return made
+
+
+def address(made: Any, arguments: int) -> int:
+    """Machine code of a kernel of that many int64 arguments that returns an int64: what `lanes.invoke` calls. Compiles or loads it."""
+    shape = (numba.types.int64,) * arguments
+    made.compile(shape)
+    compiled = made.overloads[shape]
+    if numba.types.unliteral(compiled.signature.return_type) != numba.types.int64:
+        raise TypeError(f"kernel {made.__name__} returns {compiled.signature.return_type}, not an int64")
+    return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))

@@ -1,14 +1,19 @@
-"""`ExpertLayer`: one routed layer over an `ExpertStore`: groups tokens by expert, shares rows out to a team, sums. Knows no model and no device."""
+"""`ExpertLayer`: one routed layer over an `ExpertStore`, run by a `Team`. Checks what it is given; `routed` computes. Knows no model."""
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from . import plain
-from .store import ExpertStore
+from . import cpu, ffn, lanes, routed, rows
+from .ffn import KINDS, MOST_TOKENS
+from .formats import COLS, ROWS, padded
+from .store import ExpertStore, aligned
+from .team import JobFailed, Prepared, Team, prepare
 
 Array = np.ndarray[Any, Any]
 PRECISIONS = ("accurate", "fast", "exact")
+CHUNK_TOKENS = 1024                                  # of one job: bounds the scratch
 
 
 @dataclass(frozen=True)
@@ -21,8 +26,46 @@ class Act:
     up_shift: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("silu", "gelu", "gelu_tanh", "relu2"):
-            raise ValueError(f"kind: {self.kind!r}; silu, gelu, gelu_tanh and relu2 are known")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: {self.kind!r}; known: {', '.join(KINDS)}")
+        if self.alpha != 1.0 and self.kind != "silu":
+            raise ValueError(f"alpha: {self.alpha} with {self.kind}; only silu has one")
+
+
+class Scratch:
+    """Memory that the layers of one team share: activations, hidden rows, sorted pairs, a block per thread. Grows, never shrinks."""
+
+    def __init__(self, threads: int) -> None:
+        self.spare = aligned(threads * routed.SPARE_NBYTES)
+        self.acts = self.hid = self.pairs = aligned(64)
+        self.version = 0
+
+    def fit(self, acts: int, hid: int, pairs: int) -> None:
+        """At least that many bytes of each."""
+        if self.acts.size >= acts and self.hid.size >= hid and self.pairs.size >= pairs:
+            return
+        self.acts = self.acts if self.acts.size >= acts else aligned(acts)
+        self.hid = self.hid if self.hid.size >= hid else aligned(hid)
+        self.pairs = self.pairs if self.pairs.size >= pairs else aligned(padded(pairs, 64))
+        self.version += 1
+
+    @staticmethod
+    def of(team: Team) -> "Scratch":
+        if team not in _scratches:
+            _scratches[team] = Scratch(team.threads)
+        return _scratches[team]
+
+
+_scratches: "weakref.WeakKeyDictionary[Team, Scratch]" = weakref.WeakKeyDictionary()
+
+
+def _padded_bias(name: str, bias: Array | None, experts: int, columns: int, to: int) -> Array:
+    out = np.zeros((experts, padded(columns, to)), np.float32)
+    if bias is not None:
+        if bias.shape != (experts, columns) or bias.dtype != np.float32:
+            raise ValueError(f"biases: {name} is {bias.dtype} {bias.shape}, expected float32 {(experts, columns)}")
+        out[:, :columns] = bias
+    return out
 
 
 class ExpertLayer:
@@ -30,37 +73,119 @@ class ExpertLayer:
     "input" sums FFN(w · x)."""
 
     def __init__(self, store: ExpertStore, act: Act | None = None, biases: tuple[Array | None, Array | None, Array | None] | None = None,
-                 weight_on: str = "output") -> None:
+                 weight_on: str = "output", isa: str | None = None) -> None:
         if weight_on not in ("input", "output"):
             raise ValueError(f"weight_on: {weight_on!r}, expected \"input\" or \"output\"")
-        self.store, self.act, self.weight_on, self.biases = store, act or Act(), weight_on, biases
+        self.store, self.act, self.weight_on = store, act or Act(), weight_on
+        self.body = lanes.body_of(cpu.isa(isa))
+        E, H, I = store.experts, store.hidden, padded(store.inter, COLS)
+        given = biases or (None, None, None)
+        if biases is None:
+            self._biases = (np.zeros((1, max(I, padded(H, ROWS))), np.float32),) * 3
+        else:
+            self._biases = (_padded_bias("gate", given[0], E, store.inter, COLS), _padded_bias("up", given[1], E, store.inter, COLS),
+                            _padded_bias("down", given[2], E, H, ROWS))
+        limit = float("inf") if self.act.limit is None else self.act.limit
+        self._params = np.array([self.act.alpha, limit, self.act.up_shift, 1.0], np.float32)
+        self._counts = np.zeros(3 * E + 1, np.int32)
+        one = store.format.nbytes(I, H)
+        r = routed
+        self.static: dict[int, int] = {
+            r.HIDDEN: H, r.INTER: I, r.EXPERTS: E, r.BASE: store.address, r.RECORD: store.record_nbytes, r.UP_AT: one,
+            r.DOWN_AT: one * (1 + store.gated), r.TILE: store.format.tile_nbytes, r.KIND: KINDS.index(self.act.kind), r.GATED: int(store.gated),
+            r.PARAMS: self._params.ctypes.data, r.BIAS_GATE: self._biases[0].ctypes.data, r.BIAS_UP: self._biases[1].ctypes.data,
+            r.BIAS_DOWN: self._biases[2].ctypes.data, r.BIAS_I: 4 * I * (biases is not None),
+            r.BIAS_H: 4 * padded(H, ROWS) * (biases is not None), r.ON_INPUT: int(weight_on == "input"), r.COUNTS: self._counts.ctypes.data,
+            r.USED: self._counts[E:].ctypes.data, r.STARTS: self._counts[2 * E:].ctypes.data, r.ONE: self._params[3:].ctypes.data}
+        self._lines: weakref.WeakKeyDictionary[Team, dict[bool, _Line]] = weakref.WeakKeyDictionary()
 
-    def run(self, x: Array, ids: Array, weights: Array, out: Array, team: Any, precision: str = "accurate", deterministic: bool = False) -> None:
+    def run(self, x: Array, ids: Array, weights: Array, out: Array, team: Team, precision: str = "accurate", deterministic: bool = False) -> None:
         """x float32 or bf16 bits as uint16 [T, H]; ids int32 [T, k], −1 = not mine; weights float32 [T, k]; out float32 [T, H],
-        overwritten. All C-contiguous. `deterministic`: the arithmetic of a token does not depend on how many others there are.
-        ValueError or TypeError names the argument that is wrong, before anything is computed."""
+        overwritten. All C-contiguous. precision "exact" multiplies unrounded float32 activations. `deterministic`: the arithmetic of a
+        token does not depend on how many others there are. ValueError or TypeError names the argument that is wrong."""
         self._check(x, ids, weights, out, precision)
-        act = (self.act.kind, self.act.alpha, self.act.limit, self.act.up_shift)
-        seen: dict[int, Any] = {}
+        line = self._line(team, precision == "exact")
+        T = x.shape[0]
+        try:
+            if T <= CHUNK_TOKENS:
+                line.aim(x, ids, weights, out)
+                team.run_at(line.prepared.job, line.prepared.arguments)
+                return
+            for t in range(0, T, CHUNK_TOKENS):
+                piece = slice(t, t + CHUNK_TOKENS)
+                line.aim(x[piece], ids[piece], weights[piece], out[piece])
+                team.run_at(line.prepared.job, line.prepared.arguments)
+        except JobFailed as failed:
+            if failed.code != routed.BAD_ID:
+                raise
+            raise ValueError(f"ids: outside −1..{self.store.experts - 1}") from None
 
-        def matrices(e: int) -> Any:
-            if e not in seen:
-                seen[e] = tuple(self.store.dequantize(e, n) if n != "gate" or self.store.gated else None for n in ("gate", "up", "down"))
-            return seen[e]
-        f = plain.bf16_to_f32(x) if x.dtype == np.uint16 else x
-        out[...] = plain.moe(self.store.format, f, ids, weights, matrices, act, self.biases, self.weight_on, rounded=True)
+    def prepared(self, x: Array, ids: Array, weights: Array, out: Array, team: Team) -> Prepared:
+        """The same as a job over fixed arrays (a mailbox) with scratch that other layers of the team share but nobody moves: for `Team.play`."""
+        self._check(x, ids, weights, out, "accurate")
+        line = _Line(self, Scratch.of(team), False)
+        line.aim(x, ids, weights, out)
+        return prepare(routed.job, line.words, (line, x, ids, weights, out, line.scratch.acts, line.scratch.hid, line.scratch.pairs))
+
+    def _line(self, team: Team, exact: bool) -> "_Line":
+        lines = self._lines.setdefault(team, {})
+        if exact not in lines:
+            lines[exact] = _Line(self, Scratch.of(team), exact)
+        return lines[exact]
 
     def _check(self, x: Array, ids: Array, weights: Array, out: Array, precision: str) -> None:
-        T, k = ids.shape
-        for name, a, shape, dtypes in (("x", x, (T, self.store.hidden), (np.float32, np.uint16)), ("ids", ids, (T, k), (np.int32,)),
-                                       ("weights", weights, (T, k), (np.float32,)), ("out", out, (T, self.store.hidden), (np.float32,))):
-            if a.dtype not in dtypes:
-                raise TypeError(f"{name}: dtype {a.dtype}, expected {' or '.join(np.dtype(d).name for d in dtypes)}")
-            if a.shape != shape:
-                raise ValueError(f"{name}: shape {a.shape}, expected {shape}")
-            if not a.flags.c_contiguous:
-                raise ValueError(f"{name}: not C-contiguous")
+        H = self.store.hidden
+        if x.dtype != np.float32 and x.dtype != np.uint16:
+            raise TypeError(f"x: dtype {x.dtype}, expected float32, or uint16 for bf16")
+        if ids.dtype != np.int32 or weights.dtype != np.float32 or out.dtype != np.float32:
+            raise TypeError(f"ids, weights, out: dtypes {ids.dtype}, {weights.dtype}, {out.dtype}; expected int32, float32, float32")
+        if x.ndim != 2 or x.shape[1] != H:
+            raise ValueError(f"x: shape {x.shape}, expected (T, {H})")
+        if out.shape != x.shape:
+            raise ValueError(f"out: shape {out.shape}, expected {x.shape}")
+        if ids.ndim != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
+            raise ValueError(f"ids, weights: shapes {ids.shape}, {weights.shape}; expected ({x.shape[0]}, k) both")
+        if not ids.size:
+            raise ValueError(f"ids: shape {ids.shape} holds no token or no expert")
+        if not (x.flags.c_contiguous and ids.flags.c_contiguous and weights.flags.c_contiguous and out.flags.c_contiguous):
+            name = next(n for n, v in (("x", x), ("ids", ids), ("weights", weights), ("out", out)) if not v.flags.c_contiguous)
+            raise ValueError(f"{name}: not C-contiguous")
         if precision not in PRECISIONS:
             raise ValueError(f"precision: {precision!r}, expected one of {', '.join(PRECISIONS)}")
-        if ids.size and (int(ids.max()) >= self.store.experts or int(ids.min()) < -1):
-            raise ValueError(f"ids: outside −1..{self.store.experts - 1}")
+
+
+class _Line:
+    """The arguments of one layer's job on one team."""
+
+    def __init__(self, layer: ExpertLayer, scratch: Scratch, exact: bool) -> None:
+        store = layer.store
+        step = rows.block_nbytes(store.format, exact)
+        self.scratch, self.version = scratch, -1
+        self.act_nbytes = padded(store.hidden, COLS) // COLS * step
+        self.hid_nbytes = padded(store.inter, COLS) // COLS * step
+        self.words = np.zeros(routed.WORDS, np.int64)
+        for i, v in layer.static.items():
+            self.words[i] = v
+        self.words[routed.STEP] = step
+        self.kind = (store.format.name, layer.body, exact)
+        self.prepared = prepare(routed.job, self.words, layer)
+
+    def widen(self, width: int) -> None:
+        """Makes walks for that many tokens of one expert at once ready: compiled when first needed."""
+        for name, place in ffn.walks(*self.kind, width).items():
+            self.words[getattr(routed, name)] = place
+        self.words[routed.WIDTH] = width
+
+    def aim(self, x: Array, ids: Array, weights: Array, out: Array) -> None:
+        T, k = ids.shape
+        if T > self.words[routed.WIDTH] < MOST_TOKENS:
+            self.widen(1 if T == 1 else 2 if T == 2 else 4 if T <= 4 else 8)
+        scratch = self.scratch
+        scratch.fit(T * self.act_nbytes, T * k * self.hid_nbytes, 8 * T * k)
+        if scratch.version != self.version:
+            pairs = scratch.pairs.ctypes.data
+            self.words[routed.ACTS], self.words[routed.HID] = scratch.acts.ctypes.data, scratch.hid.ctypes.data
+            self.words[routed.SPARE] = scratch.spare.ctypes.data
+            self.words[routed.TOKENS], self.words[routed.PAIR_WEIGHTS] = pairs, pairs + scratch.pairs.size // 8 * 4
+            self.version = scratch.version
+        self.words[:7] = (x.ctypes.data, ids.ctypes.data, weights.ctypes.data, out.ctypes.data, T, k, x.dtype == np.uint16)

@@ -1,0 +1,300 @@
+"""The job of a routed layer: sorts tokens by expert, shares rows out to the team's threads, sums. Knows addresses in words; `moe` fills them.
+
+One job, two barriers. Stage 0: thread 0 sorts the pairs (token, expert) by expert while the others turn x into the format's partner.
+Stage 1: tasks of 32 rows of gate and up of one expert, for all of its tokens. Stage 2: tasks of 16 output columns over all experts, in
+ascending order of expert, so that a token's sum has one order whatever the threads and its neighbours are.
+"""
+from . import ffn, lanes
+from .atoms import add, load, poke
+from .ffn import MOST_TOKENS, peek32, poke32
+from .formats import COLS, ROWS
+from .jit import kernel
+from .jobs import arrive, arrived, barrier, claims, share
+from .rows import NEXT_AT
+
+BAD_ID = 77                                          # the job's code when an id names no expert
+PULL_NBYTES = 192 << 10                              # of the own rows of down, pulled into L2 while waiting for the others
+
+# words of a job's arguments; I is padded to 64, tiles and rows are those of H and I
+(INPUTS, IDS, WEIGHTS, OUT, COUNT, TOP_K, BF16, HIDDEN, INTER, EXPERTS, BASE, RECORD, UP_AT, DOWN_AT, TILE, KIND, GATED, PARAMS, BIAS_GATE, BIAS_UP,
+ BIAS_DOWN, BIAS_I, BIAS_H, ON_INPUT, ACTS, HID, COUNTS, USED, STARTS, TOKENS, PAIR_WEIGHTS, SPARE, USED_COUNT,
+ STEP, ONE, WIDTH, TAKE, APART1, APART2, APART4, TOGETHER1, TOGETHER2, TOGETHER4, TOGETHER8) = range(44)
+WORDS = 44
+# a thread's own memory: streams and next streams, activations' addresses, sums of 4 streams × 8 tokens × 16 rows, 32 float32
+AIM, XS, SUMS, VALUES, SPARE_NBYTES = 0, 64, 128, 128 + 2048, 128 + 2048 + 128
+_walk, _take = lanes.invoke(4), lanes.invoke(4)
+word = lanes.op(2, lambda b, a, i: lanes.load(b, b.add(a, b.shl(i, lanes.const(lanes.I64, 3))), lanes.I64, 0, 8), gives=True)
+
+
+@kernel
+def group(a: int) -> int:
+    """Sorts pairs by expert (stable): used[n], starts[n + 1], tokens[p], pair weights[p]; n at word N. 0 or BAD_ID."""
+    ids, weights, T, k, E = word(a, IDS), word(a, WEIGHTS), word(a, COUNT), word(a, TOP_K), word(a, EXPERTS)
+    counts, used, starts, tokens, sorted_weights = word(a, COUNTS), word(a, USED), word(a, STARTS), word(a, TOKENS), word(a, PAIR_WEIGHTS)
+    for e in range(E):
+        poke32(counts + 4 * e, 0)
+    for p in range(T * k):
+        e = peek32(ids + 4 * p)
+        if e < -1 or e >= E:
+            return BAD_ID
+        if e >= 0:
+            poke32(counts + 4 * e, peek32(counts + 4 * e) + 1)
+    n = 0
+    at = 0
+    for e in range(E):
+        c = peek32(counts + 4 * e)
+        if c:
+            poke32(used + 4 * n, e)
+            poke32(starts + 4 * n, at)
+            poke32(counts + 4 * e, at)
+            at += c
+            n += 1
+    poke32(starts + 4 * n, at)
+    for t in range(T):
+        for p in range(t * k, t * k + k):
+            e = peek32(ids + 4 * p)
+            if e >= 0:
+                q = peek32(counts + 4 * e)
+                poke32(counts + 4 * e, q + 1)
+                poke32(tokens + 4 * q, t)
+                poke32(sorted_weights + 4 * q, peek32(weights + 4 * p))
+    poke(a + 8 * USED_COUNT, n)
+    return 0
+
+
+@kernel
+def expert(a: int, u: int) -> int:
+    """Address of the record of the u-th used expert."""
+    return word(a, BASE) + peek32(word(a, USED) + 4 * u) * word(a, RECORD)
+
+
+@kernel
+def first_pair(a: int, u: int) -> int:
+    return peek32(word(a, STARTS) + 4 * u)
+
+
+@kernel
+def pull(a: int, lo: int, hi: int, control: int, tid: int, threads: int) -> int:
+    """Waits for the others behind `arrive`; meanwhile fetches rows lo..hi of the used experts' down into L2. 1 go on, -1 aborted."""
+    n, row = word(a, USED_COUNT), word(a, INTER) // COLS * word(a, TILE)
+    u, r, at, pulled = 0, lo if n else hi, 0, 0
+    while True:
+        state = arrived(control, tid, threads)
+        if state != 0:
+            return state
+        if r < hi and pulled < PULL_NBYTES:
+            base = expert(a, u) + word(a, DOWN_AT) + r * row + at
+            for line in range(0, 512, 64):
+                ffn.prefetch_far(base + line)
+            at += 512
+            pulled += 512
+            if at >= row:
+                at = 0
+                u += 1
+                if u == n:
+                    u = 0
+                    r += 1
+
+
+@kernel
+def aim_gate_up(a: int, u: int, i: int, where: int) -> None:
+    """Streams of task (u, i): two row blocks of gate, two of up (ungated: two of up)."""
+    row = (word(a, HIDDEN) + COLS - 1) // COLS * word(a, TILE)
+    at = expert(a, u) + 2 * i * row
+    poke(where, at)
+    poke(where + 8, at + row)
+    poke(where + 16, at + word(a, UP_AT))
+    poke(where + 24, at + word(a, UP_AT) + row)
+
+
+@kernel
+def aim_down(a: int, u: int, n: int, r: int, where: int) -> None:
+    """Streams of n experts from the u-th on, row block r of down. Beyond the last expert: the first one's next row block."""
+    row = word(a, INTER) // COLS * word(a, TILE)
+    for s in range(n):
+        v = u + s
+        q = r
+        if v >= word(a, USED_COUNT):
+            v -= word(a, USED_COUNT)
+            q += 1
+        poke(where + 8 * s, expert(a, min(v, word(a, USED_COUNT) - 1)) + word(a, DOWN_AT) + q * row)
+
+
+@kernel
+def join_row(a: int, e: int, pair: int, r: int, sums: int, spare: int) -> None:
+    """Adds 16 columns of one pair's result to its token's row of out."""
+    H = word(a, HIDDEN)
+    weight = word(a, ONE) if word(a, ON_INPUT) else word(a, PAIR_WEIGHTS) + 4 * pair
+    y = word(a, OUT) + 4 * (peek32(word(a, TOKENS) + 4 * pair) * H + ROWS * r)
+    bias = word(a, BIAS_DOWN) + e * word(a, BIAS_H) + 4 * ROWS * r
+    columns = min(H - ROWS * r, ROWS)
+    if columns == ROWS:
+        ffn.join(y, sums, weight, bias)
+        return
+    for c in range(columns):
+        poke32(spare + VALUES + 4 * c, peek32(y + 4 * c))
+    ffn.join(spare + VALUES, sums, weight, bias)
+    for c in range(columns):
+        poke32(y + 4 * c, peek32(spare + VALUES + 4 * c))
+
+
+@kernel
+def walk(a: int, one: int, m: int, where: int, spare: int, sums: int, tiles: int) -> None:
+    """Runs the narrowest walk for m, of those at words one (for 1), one + 1 (2), one + 2 (4), one + 3 (8)."""
+    i = 0
+    while (1 << i) < m:
+        i += 1
+    _walk(word(a, one + i), where, spare + XS, sums, tiles)
+
+
+@kernel
+def width_of(m: int) -> int:
+    """Tokens of the walk that takes m."""
+    return 1 if m == 1 else 2 if m == 2 else 4 if m <= 4 else 8
+
+
+@kernel
+def take_rows(a: int, tid: int, threads: int, spare: int) -> None:
+    """Stage 0: this thread's share of the activation blocks of x."""
+    H, x, bf16 = word(a, HIDDEN), word(a, INPUTS), word(a, BF16)
+    per = (H + COLS - 1) // COLS
+    lo, hi = share(word(a, COUNT) * per, tid, threads)
+    for i in range(lo, hi):
+        t = i // per
+        for g in range(2):
+            ffn.load32(x + t * H * (4 - 2 * bf16), bf16, (i - t * per) * COLS + 32 * g, H, spare + VALUES)
+            _take(word(a, TAKE), spare + VALUES, spare + VALUES + 64, word(a, ACTS) + i * word(a, STEP), g)
+
+
+@kernel
+def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
+    """32 rows of gate and up of the u-th used expert, for all its tokens; the streams' addresses are in place."""
+    I, step = word(a, INTER), word(a, STEP)
+    tiles = (word(a, HIDDEN) + COLS - 1) // COLS
+    e, up_from = peek32(word(a, USED) + 4 * u), 2 * word(a, GATED)
+    streams = 2 + up_from
+    bias = e * word(a, BIAS_I) + 128 * i
+    start, end, most = first_pair(a, u), first_pair(a, u + 1), word(a, WIDTH)
+    for c in range(start, end, most):
+        m = min(end - c, most)
+        for t in range(MOST_TOKENS):
+            poke(spare + XS + 8 * t, word(a, ACTS) + peek32(word(a, TOKENS) + 4 * (c + min(t, m - 1))) * tiles * step)
+        width = width_of(m)
+        if m == 1:
+            walk(a, APART1, streams, spare + AIM, spare, spare + SUMS, tiles)
+        else:
+            for s in range(streams):
+                walk(a, TOGETHER1, m, spare + AIM + 8 * s, spare, spare + SUMS + 64 * width * s, tiles)
+        for t in range(m):
+            weight = word(a, PAIR_WEIGHTS) + 4 * (c + t) if word(a, ON_INPUT) else word(a, ONE)
+            sums = spare + SUMS + 64 * t
+            for half in range(2):
+                g = sums + 64 * width * half
+                v = sums + 64 * width * (up_from + half)
+                if up_from:
+                    ffn.scale_add(g, weight, word(a, BIAS_GATE) + bias + 64 * half)
+                ffn.scale_add(v, weight, word(a, BIAS_UP) + bias + 64 * half)
+                ffn.activate(word(a, KIND), up_from, g, v, word(a, PARAMS))
+            _take(word(a, TAKE), sums, sums + 64 * width, word(a, HID) + ((c + t) * (I // COLS) + i // 2) * step, i & 1)
+
+
+@kernel
+def down_apart(a: int, u: int, n: int, r: int, spare: int) -> None:
+    """16 columns of n experts of one token each."""
+    stride = word(a, INTER) // COLS * word(a, STEP)
+    for s in range(n):
+        poke(spare + XS + 8 * s, word(a, HID) + first_pair(a, u + s) * stride)
+    walk(a, APART1, n, spare + AIM, spare, spare + SUMS, word(a, INTER) // COLS)
+    for s in range(n):
+        join_row(a, peek32(word(a, USED) + 4 * (u + s)), first_pair(a, u + s), r, spare + SUMS + 64 * s, spare)
+
+
+@kernel
+def down_together(a: int, u: int, r: int, spare: int) -> None:
+    """16 columns of one expert for all its tokens."""
+    stride = word(a, INTER) // COLS * word(a, STEP)
+    e, start, end, most = peek32(word(a, USED) + 4 * u), first_pair(a, u), first_pair(a, u + 1), word(a, WIDTH)
+    for c in range(start, end, most):
+        m = min(end - c, most)
+        for t in range(MOST_TOKENS):
+            poke(spare + XS + 8 * t, word(a, HID) + (c + min(t, m - 1)) * stride)
+        walk(a, TOGETHER1, m, spare + AIM, spare, spare + SUMS, word(a, INTER) // COLS)
+        for t in range(m):
+            join_row(a, e, c + t, r, spare + SUMS + 64 * t, spare)
+
+
+@kernel
+def down_task(a: int, r: int, spare: int) -> None:
+    """16 columns of out, over all experts and tokens."""
+    n, H = word(a, USED_COUNT), word(a, HIDDEN)
+    for t in range(word(a, COUNT)):
+        y = word(a, OUT) + 4 * (t * H + ROWS * r)
+        if ROWS * r + ROWS <= H:
+            ffn.zero16(y)
+            continue
+        for c in range(H - ROWS * r):
+            poke32(y + 4 * c, 0)
+    u = 0
+    while u < n:
+        lone = 0
+        while lone < 4 and u + lone < n and first_pair(a, u + lone + 1) - first_pair(a, u + lone) == 1:
+            lone += 1
+        if lone == 3:
+            lone = 2
+        taken = max(lone, 1)
+        aim_down(a, u, taken, r, spare + AIM)
+        aim_down(a, u + taken, taken, r, spare + AIM + NEXT_AT)
+        if lone:
+            down_apart(a, u, lone, r, spare)
+        else:
+            down_together(a, u, r, spare)
+        u += taken
+
+
+@kernel
+def job(control: int, tid: int, threads: int, a: int) -> int:
+    spare = word(a, SPARE) + tid * SPARE_NBYTES
+    if tid == 0:
+        code = group(a)
+        if code != 0:
+            return code
+    take_rows(a, tid, threads, spare)
+    if not barrier(control, tid, threads):
+        return 0
+    per, rows = word(a, INTER) // 32, (word(a, HIDDEN) + ROWS - 1) // ROWS
+    n = word(a, USED_COUNT) * per
+    lo2, hi2 = share(rows, tid, threads)
+    for k in range(threads):
+        owner = (tid + k) % threads
+        lo, hi = share(n, owner, threads)
+        counter = claims(control, tid, owner, 0)
+        if k > 0 and load(counter) >= hi - lo:
+            continue
+        t = lo + add(counter, 1)
+        while t < hi:
+            u = t // per
+            aim_gate_up(a, u, t - u * per, spare + AIM)
+            if t + 1 < hi:
+                v = (t + 1) // per
+                aim_gate_up(a, v, t + 1 - v * per, spare + AIM + NEXT_AT)
+            else:
+                aim_down(a, 0, 4, lo2, spare + AIM + NEXT_AT)
+            gate_up_task(a, u, t - u * per, spare)
+            t = lo + add(counter, 1)
+    if threads > 1:
+        arrive(control, tid)
+        if pull(a, lo2, hi2, control, tid, threads) < 0:
+            return 0
+    for k in range(threads):
+        owner = (tid + k) % threads
+        lo, hi = share(rows, owner, threads)
+        counter = claims(control, tid, owner, 1)
+        if k > 0 and load(counter) >= hi - lo:
+            continue
+        t = lo + add(counter, 1)
+        while t < hi:
+            down_task(a, t, spare)
+            t = lo + add(counter, 1)
+    return 0
+
+
