@@ -117,4 +117,5 @@ def address(made: Any, arguments: int) -> int:
     compiled = made.overloads[shape]
     if numba.types.unliteral(compiled.signature.return_type) != numba.types.int64:
         raise TypeError(f"kernel {made.__name__} returns {compiled.signature.return_type}, not an int64")
-    return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
+    code = compiled._asdict()["library"]
+    return int(code.get_pointer_to_function(compiled.fndesc.llvm_func_name))
