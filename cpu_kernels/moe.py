@@ -76,7 +76,7 @@ class ExpertLayer:
                  weight_on: str = "output", isa: str | None = None) -> None:
         if weight_on not in ("input", "output"):
             raise ValueError(f"weight_on: {weight_on!r}, expected \"input\" or \"output\"")
-        self.store, self.act, self.weight_on = store, act or Act(), weight_on
+        self.store, self.act, self.weight_on, self.biases = store, act or Act(), weight_on, biases
         self.body = lanes.body_of(cpu.isa(isa))
         E, H, I = store.experts, store.hidden, padded(store.inter, COLS)
         given = biases or (None, None, None)
