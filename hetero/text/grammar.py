@@ -1,0 +1,318 @@
+"""What an answer must look like, as masks over the vocabulary: JSON schema, regular expression, choice, Lark grammar, tool calls; knows no engine.
+
+Every constraint is compiled in another process first, with limits of time and memory: what cannot be enforced is refused before generation, and a
+mask that fails later allows nothing, so that the request ends with an error and never with text that nobody checked. White space between JSON
+tokens is bounded. Grammars are llguidance's.
+"""
+
+import json
+import multiprocessing
+import resource
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from multiprocessing.connection import Connection
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from hetero.errors import BadRequest
+from hetero.request import Mask
+from hetero.text.formats import Format, Harmony, Json, Marked, Xml
+from hetero.text.tokenizer import Tokenizer, free_mark
+
+MAX_CHARS, MAX_DEPTH, MAX_CHOICES = 256_000, 64, 4096
+SPACE = r"[ \n]{0,2}"
+
+
+def _depth(value: Any, left: int = MAX_DEPTH) -> None:
+    if left == 0:
+        raise BadRequest(f"the schema nests deeper than {MAX_DEPTH}", "flatten it, or use $ref", "response_format")
+    for v in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        _depth(v, left - 1)
+
+
+def from_schema(schema: Any, param: str = "response_format") -> str:
+    """The grammar of JSON that validates. Raises BadRequest for what is no schema, too large or names something elsewhere."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise BadRequest(f"a JSON schema is an object, not {json.dumps(schema)[:80]}", "send an object", param)
+    _depth(schema)
+    text = json.dumps(schema)
+    _short(text, param)
+    return llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACE})
+
+
+def any_object(param: str = "response_format") -> str:
+    """The grammar of any JSON object."""
+    return from_schema({"type": "object"}, param)
+
+
+def from_regex(pattern: str, param: str = "regex") -> str:
+    _short(pattern, param)
+    return llguidance.LLMatcher.grammar_from_regex(pattern)
+
+
+def from_choice(choices: Sequence[str], param: str = "choice") -> str:
+    """One of these texts, exactly."""
+    if not choices or not all(isinstance(c, str) and c for c in choices) or len(choices) > MAX_CHOICES:
+        raise BadRequest(f"choice must be 1 to {MAX_CHOICES} texts that are not empty", param=param)
+    return from_lark("start: " + " | ".join(map(_quote, choices)), param)
+
+
+def from_lark(text: str, param: str = "grammar") -> str:
+    _short(text, param)
+    return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+def _short(text: str, param: str) -> None:
+    if len(text) > MAX_CHARS:
+        raise BadRequest(f"{param} has {len(text)} characters, but at most {MAX_CHARS} are taken", "make it smaller", param)
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+class Calls:
+    """Grammars of tool calls as one model family writes them. tools: as in OpenAI's API, already checked."""
+
+    def __init__(self, tokenizer: Tokenizer, form: Format, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._tokenizer, self._form = tokenizer, form
+        self._tools = [(t["function"]["name"], t["function"].get("parameters") or {"type": "object"}) for t in tools]
+        for _, schema in self._tools:
+            _depth(schema)
+
+    def _mark(self, text: str) -> str:
+        """A spelling as Lark: the token itself where it is a special one."""
+        token = self._tokenizer.id_of(text)
+        return f"<[{token}]>" if token is not None and token in self._tokenizer.specials else _quote(text)
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": SPACE}})
+
+    def required(self, parallel: bool = True) -> str:
+        """At least one call and nothing else; `parallel`: more may follow."""
+        c = self._form.calls
+        names = [f"call_{i}" for i in range(len(self._tools))]
+        rules = [f"{n}: {self._call(tool, schema)}" for n, (tool, schema) in zip(names, self._tools, strict=True)]
+        any_call = f"({' | '.join(names)})"
+        if isinstance(c, Marked):
+            start = f"{self._mark(c.open)} {any_call}{'+' if parallel else ''} {self._mark(c.close)}"
+        elif isinstance(c, Xml) and self._section(c):
+            start = f'{self._mark(c.open)} "\\n" {any_call}{"+" if parallel else ""} {self._mark(c.close)}'
+        elif isinstance(c, Harmony) or (isinstance(c, Json) and not c.open):
+            start = any_call
+        else:
+            start = f'{any_call} ("\\n" {any_call})*' if parallel else any_call
+        return from_lark("\n".join([f"start: {start}", *rules, *self._rules()]), "tools")
+
+    def _rules(self) -> list[str]:
+        """`text`: anything up to the end of a value."""
+        c = self._form.calls
+        if not isinstance(c, Xml):
+            return []
+        end = self._mark(c.value_end)
+        return [f"text: /(.|\\n)*/ {end}" if end.startswith("<") else f"text[suffix={end}]: /(.|\\n)*/"]
+
+    def _call(self, name: str, schema: Mapping[str, Any]) -> str:
+        c, args, m, q = self._form.calls, self._json(schema), self._mark, _quote
+        if isinstance(c, Xml):
+            return " ".join(self._xml(c, name, schema))
+        if isinstance(c, Json) and c.open:
+            parts = [m(c.open), q(f'\n{{"name": "{name}", "arguments": '), args, q("}\n"), m(c.close)]
+        elif isinstance(c, Json):
+            parts = [q(f'{{"name": "{name}", "parameters": '), args, q("}")]
+        elif isinstance(c, Marked) and c.fenced:
+            parts = [m(c.call), q("function"), m(c.sep), q(f"{name}\n```json\n"), args, q("\n```"), m(c.call_end)]
+        elif isinstance(c, Marked) and c.id_is_name:
+            parts = [m(c.call), q(f"functions.{name}:"), "/[0-9]{1,3}/", m(c.sep), args, m(c.call_end)]
+        elif isinstance(c, Marked):
+            parts = [m(c.call), q(name), m(c.sep), args, m(c.call_end)]
+        elif isinstance(c, Harmony):
+            parts = [m("<|channel|>"), q(f"commentary to=functions.{name} "), m("<|constrain|>"), q("json"), m("<|message|>"), args, m("<|call|>")]
+        else:
+            parts = [m(c.open), q(name), m(c.args), args]
+        return " ".join(parts)
+
+    def _xml(self, c: Xml, name: str, schema: Mapping[str, Any]) -> list[str]:
+        """Parameters in the schema's order, those that are not required left out or not."""
+        need, m, q = set(schema.get("required") or ()), self._mark, _quote
+        defs = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+        inner = []
+        for key, value in (schema.get("properties") or {}).items():
+            value = value if isinstance(value, Mapping) else {}
+            if value.get("type") == "string" and not {"enum", "pattern", "const", "format"} & value.keys():
+                said = "text"
+            elif value.get("enum") and all(isinstance(v, str) for v in value["enum"]):
+                said = f"({' | '.join(map(q, value['enum']))}) {m(c.value_end)}"
+            else:
+                said = f"{self._json({**value, **defs})} {m(c.value_end)}"
+            part = " ".join([m(c.key), q(key), m(c.key_end), *([m(c.value)] if c.value else []), said, q("\n")])
+            inner.append(part if key in need else f"({part})?")
+        if not c.call:
+            return [m(c.open), q(name + "\n"), *inner, m(c.call_end)]
+        body = [m(c.call), q(f"{name}{c.name_end}\n"), *inner, m(c.call_end), q("\n")]
+        return body if self._section(c) else [m(c.open), q("\n"), *body, m(c.close)]
+
+    @staticmethod
+    def _section(c: Xml) -> bool:
+        """Whether one pair of tags is around all calls (and not around each)."""
+        return c.call.startswith("<invoke")
+
+
+class _Words:
+    """The vocabulary in the form that llguidance asks for: exact bytes; special tokens, and no others, are control tokens."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self.ends = sorted(i for i in tokenizer.ends() if i < size)
+        self.eos_token_id, self.bos_token_id = (self.ends or [0])[0], tokenizer.bos
+        self.special_token_ids = sorted(i for i in tokenizer.specials | tokenizer.ends() if i < size)
+        self.tokens = [tokenizer.bytes_of(i) for i in range(size)]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        """The ids that the tokenizer itself would give (llguidance asks for text that the grammar forces)."""
+        mark = free_mark([text])
+        return self._tokenizer.encode_marked(self._tokenizer.shield(text, mark, loose=False), mark)
+
+    def load(self) -> llguidance.LLTokenizer:
+        return llguidance.LLTokenizer(self, n_vocab=len(self.tokens), eos_token=self.ends or None)  # type: ignore[arg-type]
+
+
+class Vocabulary:
+    """A tokenizer as llguidance knows it; made once per model, at its first use. size: how many ids the engine knows."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self.tokenizer, self.size = tokenizer, size
+
+    @cached_property
+    def words(self) -> _Words:
+        return _Words(self.tokenizer, self.size)
+
+    @cached_property
+    def known(self) -> llguidance.LLTokenizer:
+        return self.words.load()
+
+    def mask(self, grammar: str, param: str = "response_format") -> "GrammarMask":
+        """The mask of a grammar at its start. BadRequest when it does not compile; check it with `Checker` first, for this is not bounded in time."""
+        matcher = llguidance.LLMatcher(self.known, grammar, log_level=0)
+        _raise(matcher.get_error(), param)
+        return GrammarMask(matcher, -(-self.size // 32))
+
+
+class GrammarMask:
+    """A `request.Mask` of one grammar. When the grammar fails at run time nothing is allowed any more."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, words: int) -> None:
+        self._matcher, self._words = matcher, words
+
+    def allowed(self) -> Sequence[int]:
+        if self._matcher.is_error():
+            return np.zeros(self._words, np.uint32)  # type: ignore[return-value]
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[:self._words]
+        return mask if not self._matcher.is_error() else np.zeros(self._words, np.uint32)  # type: ignore[return-value]
+
+    def accept(self, token: int) -> None:
+        self._matcher.consume_token(token)
+
+    def fork(self) -> "GrammarMask":
+        return GrammarMask(self._matcher.deep_copy(), self._words)
+
+
+class AfterReasoning:
+    """Everything but an end is allowed until the closing tag of reasoning; then `inner` holds."""
+
+    def __init__(self, inner: Mask, tokenizer: Tokenizer, size: int, close: str) -> None:
+        self._inner, self._tokenizer, self._close, self._tail, self._done = inner, tokenizer, close.encode(), b"", False
+        bits = np.ones(-(-size // 32) * 32, np.uint8)
+        bits[sorted(i for i in tokenizer.ends() if i < size)] = 0
+        self._free = np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def allowed(self) -> Sequence[int]:
+        return self._inner.allowed() if self._done else self._free  # type: ignore[return-value]
+
+    def accept(self, token: int) -> None:
+        if self._done:
+            self._inner.accept(token)
+            return
+        self._tail = (self._tail + self._tokenizer.bytes_of(token))[-256:]
+        self._done = self._tail.rstrip().endswith(self._close)
+
+    def fork(self) -> "AfterReasoning":
+        twin = AfterReasoning.__new__(AfterReasoning)
+        twin.__dict__.update(self.__dict__)
+        twin._inner = self._inner.fork()
+        return twin
+
+
+def _raise(error: str, param: str) -> None:
+    if error:
+        words = " ".join(line.strip() for line in error.splitlines() if line.strip())
+        raise BadRequest(f"{param} cannot be enforced: {words[:300]}", "the keywords that can be: llguidance, docs/json_schema.md", param)
+
+
+def _serve(pipe: Connection, words: _Words, memory_bytes: int) -> None:
+    """The other process: compiles what it is sent and says what is wrong with it."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    known = words.load()
+    while True:
+        try:
+            grammar = pipe.recv()
+        except EOFError:
+            return
+        matcher = llguidance.LLMatcher(known, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        pipe.send(matcher.get_error())
+
+
+class Checker:
+    """Compiles grammars in a process that can be ended: a grammar that takes longer than `seconds` or more than `memory_bytes` is refused."""
+
+    def __init__(self, vocabulary: Vocabulary, seconds: float = 5.0, memory_bytes: int = 4 << 30) -> None:
+        self._vocabulary, self._seconds, self._memory = vocabulary, seconds, memory_bytes
+        self._lock = threading.Lock()
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def check(self, grammar: str, param: str = "response_format") -> None:
+        """Raises BadRequest naming what cannot be enforced. May be called from any thread; one at a time is compiled."""
+        with self._lock:
+            pipe = self._start()
+            error: str | None = None
+            try:
+                pipe.send(grammar)
+                if pipe.poll(self._seconds):
+                    error = pipe.recv()
+            except (EOFError, OSError):                  # it died, of memory for one
+                error = None
+            if error is None:
+                self.close()
+                raise BadRequest(f"{param} takes more than {self._seconds:g} s or {self._memory >> 30} GiB to compile", "make it smaller", param)
+        _raise(error, param)
+
+    def _start(self) -> Connection:
+        if self._pipe is None:
+            context = multiprocessing.get_context("spawn")
+            self._pipe, there = context.Pipe()
+            self._process = context.Process(target=_serve, args=(there, self._vocabulary.words, self._memory), daemon=True)
+            self._process.start()
+            there.close()
+            self._pipe.send("start: \"a\"")              # the time limit is for grammars, not for the start of a process
+            if not self._pipe.poll(60):
+                raise BadRequest("the process that compiles grammars does not start", "see the log")
+            self._pipe.recv()
+        return self._pipe
+
+    def close(self) -> None:
+        """Ends the process; the next check starts another."""
+        if self._pipe is not None:
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
+            self._pipe = None
