@@ -50,6 +50,10 @@ class Host:
         else:
             self.tape.append(job)
 
+    @property
+    def recording(self) -> bool:
+        return self.tape is not None
+
     def do(self, job: Any, operands: Sequence[int], reals: Sequence[float], keep: Any) -> None:
         self.play(ready(job, operands, reals, keep))
 

@@ -51,8 +51,7 @@ class Decoder:
             x, delta = block(x, delta, step, cache)
         assert delta is not None
         last = self.ops.rows(x, step.wanted), self.ops.rows(delta, step.wanted)
-        logits = self.head(self.norm.add(*last, self.blocks[-1].scale)[1])
-        return logits if self.model.logit_scale == 1.0 else logits * self.model.logit_scale
+        return self.head(self.norm.add(*last, self.blocks[-1].scale)[1])
 
     def diagnose(self, step: Step, cache: Cache) -> int | None:
         """The first layer whose output is not finite, by running the step again (it writes the same KV); None when it is the head, or nothing."""

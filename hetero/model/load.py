@@ -17,8 +17,9 @@ def load_decoder(ops: Ops, model: spec.Model, weights: Weights, experts: Callabl
     top = weights.of(None)
     embed = ops.embed(top("embed"), model.embed_scale)
     blocks = [load_block(ops, model, l, weights, experts, format) for l in range(len(model.layers))]
-    head = ops.matrix(top("embed" if model.tied else "head"), top.maybe("head.bias"), head_format, logits=True)
-    return Decoder(ops, model, embed, blocks, norm(ops, model, top, "norm"), head)
+    bias, scale = top.maybe("head.bias"), model.logit_scale
+    head = ops.matrix(top("embed" if model.tied else "head"), None if bias is None else bias.float() * scale, head_format, logits=True)
+    return Decoder(ops, model, embed, blocks, norm(ops, model, top, "norm", scale), head)
 
 
 def load_block(ops: Ops, model: spec.Model, l: int, weights: Weights, experts: Callable[[int, spec.MoE], Experts], format: str) -> Block:
@@ -30,5 +31,7 @@ def load_block(ops: Ops, model: spec.Model, l: int, weights: Weights, experts: C
     return Block(ops, layer, (norm(ops, model, w, "attn_norm"), norm(ops, model, w, "ffn_norm")), attention, ffn)
 
 
-def norm(ops: Ops, model: spec.Model, w: LayerWeights, key: str) -> Norm:
-    return ops.norm(w(key), w.maybe(f"{key}.bias"), model.eps)
+def norm(ops: Ops, model: spec.Model, w: LayerWeights, key: str, scale: float = 1.0) -> Norm:
+    """`scale` multiplies the result: that of the logits goes in here, for the head is linear."""
+    weight, bias = w(key).float() * scale, w.maybe(f"{key}.bias")
+    return ops.norm(weight, None if bias is None else bias.float() * scale, model.eps)
