@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import cfunc, types
 
-from . import cpu, jobs
+from . import atoms, cpu, jobs
 from .jobs import FAILED, LINE, LOST, MOST, STOPPED
 
 
@@ -170,6 +170,11 @@ class Team:
     def _set(self, word: int, value: int) -> None:
         self._memory[word:word + 8].view(np.int64)[0] = value
 
+    @property
+    def control(self) -> int:
+        """Address of the control block, for `host_function`; another one after the team was lost and replaced."""
+        return self._control
+
     def run(self, prepared: Prepared, deadline_s: float = 600.0) -> None:
         """Runs a job on all threads and returns when all are done. Raises what the job raised, JobFailed for its code or a missed deadline,
         TeamLost when a thread did not come back."""
@@ -276,6 +281,18 @@ class Team:
         self.close()
 
 
+@functools.cache
+def host_function() -> int:
+    """Address of a C function void(int64 *record) that runs a job from any thread and waits for it: record = control, job, arguments, deadline in ns,
+    and the place where the code (OK, LATE, ...) goes. Nobody else may use the team meanwhile."""
+    def hosted(record: int) -> None:
+        atoms.poke(record + 32, jobs.dispatch(atoms.peek(record), atoms.peek(record + 8), atoms.peek(record + 16), atoms.peek(record + 24)))
+    made = cfunc(types.void(types.int64), nopython=True)(hosted)
+    _kept.append(made)
+    return int(made.address)
+
+
+_kept: list[Any] = []                                # C functions whose addresses were given away
 _lost: list[Any] = []                                # memory that a hanging thread may still write
 
 

@@ -248,7 +248,8 @@ class Product:
         _up[(triton.cdiv(s.inter, BN), grid)](
             x, g.pairs, g.weights, records, table, g.starts, g.tiles, x if gate_bias is None else gate_bias, up_bias, self.h, first, count,
             s.record_nbytes, s.section_nbytes * s.gated, s.hidden, s.inter, kt_h, s.act.alpha, s.act.limit or 0.0, s.act.up_shift, g.ids.shape[1],
-            BN=BN, GATED=s.gated, BIAS=s.biases is not None, KIND=KINDS[s.act.kind], LIMIT=s.act.limit is not None, WEIGH=s.weight_on == "input", **common)
+            BN=BN, GATED=s.gated, BIAS=s.biases is not None, KIND=KINDS[s.act.kind],
+            LIMIT=s.act.limit is not None, WEIGH=s.weight_on == "input", **common)
         _down[(triton.cdiv(s.hidden, BN), grid)](
             self.h, records, table, g.starts, g.tiles, down_bias, self.y, first, count, s.record_nbytes, s.section_nbytes * (1 + s.gated), s.hidden,
             s.inter, kt_i, BN=BN, BIAS=s.biases is not None, **common)
