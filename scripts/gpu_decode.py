@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu_shapes import SHAPES
 
@@ -68,10 +68,11 @@ class Bench:
         self.most, self.context = max(a.batches), max(a.contexts) + 64
         ops = Cuda(self.context, "cuda", torch.bfloat16)
         layers = [expert_layer(banks.moe(model, l), self.bank.stores[l], self.bank.biases[l]) for l in model.moe_layers]
-        self.handoff = Handoff(layers, self.team, model.hidden, banks.moe(model, model.moe_layers[0]).router.top_k, self.most, ops.device, ops.dtype, a.kind)
+        top_k = banks.moe(model, model.moe_layers[0]).router.top_k
+        self.handoff = Handoff(layers, self.team, model.hidden, top_k, self.most, ops.device, ops.dtype, a.kind)
         index = {l: i for i, l in enumerate(model.moe_layers)}
-        self.decoder = load_decoder(ops, model, Weights(tensors.of(model), weights.dense), lambda l, part: HandedOver(self.handoff, index[l], cpu.isa(), ops.isa),
-                                    a.dense_format, a.dense_format)
+        self.decoder = load_decoder(ops, model, Weights(tensors.of(model), weights.dense),
+                                    lambda l, part: HandedOver(self.handoff, index[l], cpu.isa(), ops.isa), a.dense_format, a.dense_format)
         width = -(-self.context // PAGE)
         pages = max(b * (-(-(c + 64) // PAGE)) for b in a.batches for c in a.contexts if b * c <= a.kv_tokens) + 1
         self.cache = Cache(model, pages, PAGE, a.kv_dtype, "cuda")
@@ -86,9 +87,9 @@ class Bench:
         table = torch.arange(batch * each, dtype=torch.int32).view(batch, each)
         tokens = torch.randint(0, self.model.vocab, (batch,))
         slots = table[:, context // PAGE].long() * PAGE + context % PAGE
-        rows = torch.arange(batch)
-        return Step(*(t.cuda() for t in (tokens, torch.full((batch,), context, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32),
-                                         torch.full((batch,), context + 1, dtype=torch.int32), table, slots, torch.zeros(batch, dtype=torch.int32), rows)), 1)
+        at = torch.full((batch,), context, dtype=torch.int32)
+        starts, rows = torch.arange(batch + 1, dtype=torch.int32), torch.arange(batch)
+        return Step(*(t.cuda() for t in (tokens, at, starts, at + 1, table, slots, torch.zeros_like(at), rows)), 1)
 
     def check(self, batch: int, context: int) -> dict:
         """The replayed graph against the eager decoder on the same step: same kernels, experts through the mailbox or through staging memory."""
@@ -133,8 +134,8 @@ class Bench:
         alone = self.gpu_alone(batch)
         layers = len(self.model.moe_layers)
         routed = sum(self.bank.stores[l].record_nbytes * banks.moe(self.model, l).router.top_k for l in self.model.moe_layers)
-        return checked | {"step_ms": median(wall), "worst_ms": max(wall), "tok_s": batch * 1e3 / median(wall), "cpu_ms": median(busy), "gpu_ms": alone,
-                          "rest_us_per_layer": (median(wall) - median(busy) - alone) * 1e3 / layers, "gpu_us_per_layer": alone * 1e3 / layers,
+        return checked | {"step_ms": median(wall), "worst_ms": max(wall), "tok_s": batch * 1e3 / median(wall), "cpu_ms": median(busy),
+                          "gpu_ms": alone, "rest_us_per_layer": (median(wall) - median(busy) - alone) * 1e3 / layers, "gpu_us_per_layer": alone * 1e3 / layers,
                           "cpu_gb_s": routed / median(busy) / 1e6 if batch == 1 else None, "routed_bytes": routed}
 
 
@@ -161,7 +162,7 @@ def main() -> None:
         if a.check_only:
             print({f"batch {b}": bench.check(b, a.contexts[0]) for b in a.batches})
         else:
-            kept.setdefault("machine", {"gpu": torch.cuda.get_device_name(0), "isa": cpu.isa(), "threads": bench.team.threads, "torch": torch.__version__})
+            kept.setdefault("machine", {"gpu": torch.cuda.get_device_name(0), "isa": cpu.isa(), "threads": bench.team.threads})
             for b in a.batches:
                 for c in a.contexts:
                     key = f"{a.shape} {a.layers or 'all'} {a.kind} {a.dense_format} batch {b} context {c}"
@@ -177,7 +178,8 @@ def main() -> None:
             for key, cell in kept.items():
                 if key != "machine":
                     share = f"{cell['of_bound']:.0%}" if cell["of_bound"] else ""
-                    print(f"{key:<60} {cell['step_ms']:7.2f} {cell['tok_s']:6.1f} {cell['cpu_ms']:7.2f} {cell['gpu_ms']:7.2f} {cell['rest_us_per_layer']:14.1f}  {share}")
+                    print(f"{key:<60} {cell['step_ms']:7.2f} {cell['tok_s']:6.1f} {cell['cpu_ms']:7.2f} {cell['gpu_ms']:7.2f} "
+                          f"{cell['rest_us_per_layer']:14.1f}  {share}")
         print(f"packed in {bench.packed_s:.1f} s, loaded in {bench.loaded_s:.1f} s, captured in {bench.graphs.capture_s:.1f} s; "
               f"peak VRAM {torch.cuda.max_memory_reserved() / 2**30:.2f} GiB of {a.vram:g}")
     bench.team.close()
