@@ -135,7 +135,8 @@ class Bench:
         layers = len(self.model.moe_layers)
         routed = sum(self.bank.stores[l].record_nbytes * banks.moe(self.model, l).router.top_k for l in self.model.moe_layers)
         return checked | {"step_ms": median(wall), "worst_ms": max(wall), "tok_s": batch * 1e3 / median(wall), "cpu_ms": median(busy),
-                          "gpu_ms": alone, "rest_us_per_layer": (median(wall) - median(busy) - alone) * 1e3 / layers, "gpu_us_per_layer": alone * 1e3 / layers,
+                          "gpu_ms": alone, "rest_us_per_layer": (median(wall) - median(busy) - alone) * 1e3 / layers,
+                          "gpu_us_per_layer": alone * 1e3 / layers,
                           "cpu_gb_s": routed / median(busy) / 1e6 if batch == 1 else None, "routed_bytes": routed}
 
 
