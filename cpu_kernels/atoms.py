@@ -100,25 +100,25 @@ pause = _define(_pause, _void, 0)
 call = _define(_invoke, _i64, 6)          # (function, control, tid, threads, arguments, line) -> the function's result
 
 
-@kernel
+@kernel(inner=True)
 def clock(scratch: int) -> int:
     """CLOCK_MONOTONIC in ns; scratch: address of 16 writable bytes."""
     _clock_gettime(1, scratch)
     return peek(scratch) * 1_000_000_000 + peek(scratch + 8)
 
 
-@kernel
+@kernel(inner=True)
 def give_way() -> None:
     """Lets another thread of this CPU run: only sensible after a long spin."""
     _sched_yield()
 
 
-@kernel
+@kernel(inner=True)
 def sleep_on(address: int, value: int) -> None:
     """Sleeps while the low 32 bits at address equal those of value; may wake early."""
     _syscall(_FUTEX, address, _WAIT_PRIVATE, value & 0xFFFFFFFF, 0, 0, 0)
 
 
-@kernel
+@kernel(inner=True)
 def wake_all(address: int) -> None:
     _syscall(_FUTEX, address, _WAKE_PRIVATE, 1 << 30, 0, 0, 0)

@@ -11,10 +11,12 @@ import numpy as np
 
 from . import cpu, lanes
 from .atoms import add, load32, peek, peek_f64, poke, poke_f32
+from .jit import address as machine_code
 from .jit import kernel
 from .jobs import barrier, claims, share
 from .operands import ready
 from .pages import (
+    CODE,
     COUNT,
     HEAD,
     HEADS,
@@ -22,7 +24,6 @@ from .pages import (
     KEY_WIDTH,
     KEYS,
     KIND,
-    PAD_KEY,
     POSITIONS,
     QUERIES,
     ROOM,
@@ -43,6 +44,7 @@ from .pages import (
     padded,
     partial_bytes,
     reset,
+    run_block,
     sweep,
     tile_bytes,
 )
@@ -53,7 +55,7 @@ MOST_ROWS = 32                                       # of a tile of several toke
 
 # operands of both jobs, behind the address of the reals: where the step's tokens stand, then how the pages lie
 (_Q, _STRIDE, _TOKENS, _SEQUENCES, _AT, _STARTS, _LENGTHS, _TABLE, _TABLE_WIDTH, _PAGE_SIZE, _KEYS, _VALUES, _KEY_SCALES, _VALUE_SCALES, _KIND,
- _OUT, _SCRATCH, _HEADS, _GROUPS, _DIM, _WINDOW, _SINKS) = (8 * i for i in range(1, 23))
+ _OUT, _SCRATCH, _CODE, _HEADS, _GROUPS, _DIM, _WINDOW, _SINKS) = (8 * i for i in range(1, 24))
 
 
 class Scratch:
@@ -80,7 +82,7 @@ class Scratch:
                 self.words[2 * i:2 * i + 2] = memory.ctypes.data + (-memory.ctypes.data % 64), each if i == 0 else size
 
 
-@kernel
+@kernel(inner=True)
 def tiles_of(arguments: int, many: int) -> int:
     """Tiles of `many` tokens in all sequences."""
     starts = peek(arguments + _STARTS)
@@ -90,7 +92,7 @@ def tiles_of(arguments: int, many: int) -> int:
     return tiles
 
 
-@kernel
+@kernel(inner=True)
 def longest(arguments: int) -> int:
     length = 0
     for s in range(peek(arguments + _SEQUENCES)):
@@ -98,7 +100,7 @@ def longest(arguments: int) -> int:
     return length
 
 
-@kernel
+@kernel(inner=True)
 def place(arguments: int, tile: int, number: int, many: int) -> tuple[int, int]:
     """Points a tile at the pages of the sequence that tile `number` belongs to. Returns its first token's row, and its tokens."""
     starts = peek(arguments + _STARTS)
@@ -110,6 +112,7 @@ def place(arguments: int, tile: int, number: int, many: int) -> tuple[int, int]:
         tiles = (load32(starts + 4 * s + 4) - load32(starts + 4 * s) + many - 1) // many
     first = load32(starts + 4 * s) + number * many
     poke(tile + TABLE, peek(arguments + _TABLE) + 4 * s * peek(arguments + _TABLE_WIDTH))
+    poke(tile + CODE, peek(arguments + _CODE))
     poke(tile + KEYS, peek(arguments + _KEYS))
     poke(tile + VALUES, peek(arguments + _VALUES))
     poke(tile + KEY_SCALES, peek(arguments + _KEY_SCALES))
@@ -124,9 +127,9 @@ def place(arguments: int, tile: int, number: int, many: int) -> tuple[int, int]:
 def grouped(body: str) -> Any:
     """The job of grouped-query attention for one instruction set."""
     widen = spans(body).widen
-    block, join, whole = sweep(body)
+    _, join, whole = sweep(body)
 
-    @kernel(key=body)
+    @kernel(key=body, inner=True)
     def load(arguments: int, tile: int, task: int, many: int) -> int:
         """Fills a tile with the queries of task number `task`: some tokens of one sequence, one kv head. Returns the first token's row."""
         kv_heads, dim = peek(arguments + _GROUPS), peek(arguments + _DIM)
@@ -147,7 +150,7 @@ def grouped(body: str) -> Any:
                 widen(source + 4 * g * dim, peek(tile + QUERIES) + 4 * row * wide, dim, F32_KIND)
         return first
 
-    @kernel(key=body)
+    @kernel(key=body, inner=True)
     def answer(arguments: int, tile: int, task: int, first: int) -> None:
         heads, dim, kv_head = peek(arguments + _HEADS), peek(arguments + _DIM), task % peek(arguments + _GROUPS)
         group, sinks = heads // peek(arguments + _GROUPS), peek(arguments + _SINKS)
@@ -155,7 +158,7 @@ def grouped(body: str) -> Any:
             head = kv_head * group + row % group
             finish(tile, row, peek(arguments + _OUT) + 4 * ((first + row // group) * heads + head) * dim, dim, sinks + 4 * head if sinks != 0 else 0)
 
-    @kernel(key=body)
+    @kernel(key=body, inner=True)
     def joined(arguments: int, tile: int, task: int, many: int, blocks: int, room: int) -> None:
         """One task from the partial results of its blocks."""
         first = load(arguments, tile, task, many)
@@ -166,7 +169,7 @@ def grouped(body: str) -> Any:
             join(tile, partial, partial + peek(tile + ROOM))
         answer(arguments, tile, task, first)
 
-    @kernel(key=body)
+    @kernel(key=body, inner=True)
     def attend(control: int, tid: int, threads: int, arguments: int) -> int:
         """Every task by whoever is free: whole, or block by block when tasks are few and long."""
         scratch, kv_heads = peek(arguments + _SCRATCH), peek(arguments + _GROUPS)
@@ -190,7 +193,7 @@ def grouped(body: str) -> Any:
                     if low <= item % blocks < high:
                         poke(tile + STATE, peek(scratch + 16) + item * room)
                         poke(tile + SUMS, peek(tile + STATE) + peek(tile + ROOM))
-                        block(tile, item % blocks)
+                        run_block(peek(tile + CODE), tile, item % blocks)
                 else:
                     first = load(arguments, tile, item, many)
                     whole(tile)
@@ -207,6 +210,12 @@ def grouped(body: str) -> Any:
     return attend
 
 
+@functools.cache
+def _grouped() -> tuple[Any, int]:
+    body = lanes.body_of(cpu.isa())
+    return grouped(body), machine_code(sweep(body).block, 2)
+
+
 def attend(q: int, stride: int, tokens: int, sequences: int, positions: int, starts: int, lengths: int, table: int, table_width: int,
            page_size: int, keys: int, values: int, key_scales: int, value_scales: int, kind: int, out: int, heads: int, kv_heads: int, dim: int,
            window: int, sinks: int, scale: float, scratch: Scratch, keep: Any = None) -> Prepared:
@@ -219,6 +228,7 @@ def attend(q: int, stride: int, tokens: int, sequences: int, positions: int, sta
         raise ValueError(f"heads: {heads} for {kv_heads} kv heads" if heads % kv_heads else f"page_size: {page_size} is odd")
     group = heads // kv_heads
     scratch.fit(-(-max(1, MOST_ROWS // group) * group // ROWS) * ROWS, dim, dim, page_size)
-    return ready(grouped(lanes.body_of(cpu.isa())), [
+    job, code = _grouped()
+    return ready(job, [
         q, stride, tokens, sequences, positions, starts, lengths, table, table_width, page_size, keys, values, key_scales, value_scales, kind,
-        out, scratch.address, heads, kv_heads, dim, window, sinks], [scale], (scratch, keep))
+        out, scratch.address, code, heads, kv_heads, dim, window, sinks], [scale], (scratch, keep))

@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .atoms import load32, peek, peek_f32, poke, poke_f32
-from .ffn import peek32
 from .jit import kernel
-from .spans import BF16_KIND, F16_KIND, F32_KIND, LOWEST, PAD, ROWS, spans
+from .lanes import invoke
+from .spans import F32_KIND, FP8_KIND, LOWEST, PAD, ROWS, spans
 
+run_block = invoke(2)                                # (CODE of a tile, tile, block)
 BLOCK = 256                                          # positions whose weights share one partial sum
 
 # words of a tile: COUNT rows that share keys. POSITIONS: int64 [rows]; QUERIES: float32 [rows, PAD_KEY]; STATE and SUMS are one block's
 # result, RUNNING (a state, then sums) that of all blocks so far; KEYS .. ONES say how the layer's pages lie
 (COUNT, POSITIONS, QUERIES, HEAD, TABLE, WINDOW, SCALE, STATE, SUMS, RUNNING, KEY_PAGE, VALUE_PAGE, WEIGHTS, WORDS, PAD_KEY, PAD_VALUE,
- ROOM, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, KIND, PAGE_SIZE, HEADS, KEY_WIDTH, VALUE_WIDTH, ONES) = (8 * i for i in range(27))
+ ROOM, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, KIND, PAGE_SIZE, HEADS, KEY_WIDTH, VALUE_WIDTH, ONES, CODE) = (8 * i for i in range(28))
 STATE_BYTES = 48                                     # of four rows: maximum[4], sum[4], factor[4]
 
 
@@ -35,7 +36,7 @@ def tile_bytes(rows: int, key_width: int, value_width: int, page_size: int) -> i
     return 512 + 8 * rows + 4 * (rows * key_width + page_size * (key_width + value_width + ROWS + 1)) + 2 * partial + 16 * 64
 
 
-@kernel
+@kernel(inner=True)
 def lay(tile: int, rows: int, key_width: int, value_width: int, page_size: int) -> None:
     """Lays a tile of at most `rows` (a multiple of ROWS) queries out in memory of tile_bytes, 64 B aligned; widths padded."""
     at = tile + 512
@@ -69,7 +70,7 @@ def block_tokens(page_size: int) -> int:
     return max(1, BLOCK // page_size) * page_size
 
 
-block_of = kernel(block_tokens)
+block_of = kernel(block_tokens, inner=True)
 
 
 @kernel
@@ -78,7 +79,7 @@ def partial_bytes(rows: int, value_width: int) -> int:
     return (rows // ROWS * STATE_BYTES + 4 * rows * value_width + 63) & -64
 
 
-@kernel
+@kernel(inner=True)
 def blocks_of(tile: int) -> tuple[int, int]:
     """The blocks that some row of the tile sees: first, end."""
     per = max(1, BLOCK // peek(tile + PAGE_SIZE)) * peek(tile + PAGE_SIZE)
@@ -86,7 +87,7 @@ def blocks_of(tile: int) -> tuple[int, int]:
     return oldest // per, newest // per + 1
 
 
-@kernel
+@kernel(inner=True)
 def bounds(tile: int) -> tuple[int, int]:
     """First and last position that some row sees."""
     positions, window = peek(tile + POSITIONS), peek(tile + WINDOW)
@@ -96,7 +97,7 @@ def bounds(tile: int) -> tuple[int, int]:
     return (max(0, oldest - window + 1) if window > 0 else 0), newest
 
 
-@kernel
+@kernel(inner=True)
 def reset(tile: int, state: int, sums: int) -> None:
     """A result of no position."""
     rows = (peek(tile + COUNT) + ROWS - 1) // ROWS
@@ -109,7 +110,8 @@ def reset(tile: int, state: int, sums: int) -> None:
 
 
 class Sweep(NamedTuple):
-    """block(tile, number): STATE and SUMS := the result of one block's positions.
+    """block(tile, number): STATE and SUMS := the result of one block's positions. Called by its address (CODE of a tile), so that it is
+    compiled once and not again into every caller.
     join(tile, state, sums): folds a block's result into RUNNING.
     whole(tile): RUNNING := the result of all positions."""
 
@@ -124,7 +126,7 @@ def sweep(body: str) -> Sweep:
     made = spans(body)
     widen, scores, weigh, mix, mix_safe, fold = made.widen, made.scores, made.weigh, made.mix, made.mix_safe, made.fold
 
-    @kernel(key=body)
+    @kernel(key=body, inner=True)
     def take(tile: int, page: int, first: int, end: int) -> None:
         """Widens rows first..end of a page's keys and values."""
         kind, size, wk, wv = peek(tile + KIND), peek(tile + PAGE_SIZE), peek(tile + KEY_WIDTH), peek(tile + VALUE_WIDTH)
@@ -138,7 +140,7 @@ def sweep(body: str) -> Sweep:
             for j in range(first, end):
                 widen(peek(tile + VALUES) + (at + j) * wv * item, to + 4 * j * peek(tile + PAD_VALUE), wv, kind)
 
-    @kernel(key=body)
+    @kernel(key=body, inner=True)
     def page_of_group(tile: int, group: int, start: int, count: int, scale_at: int) -> None:
         """One page (positions start .. start + count) for the four rows of a group."""
         words, weights, positions = peek(tile + WORDS), peek(tile + WEIGHTS), peek(tile + POSITIONS)
@@ -186,8 +188,8 @@ def sweep(body: str) -> Sweep:
         else:
             mix_safe(weights, values, words + 96)
 
-    @kernel(key=body)
-    def block(tile: int, number: int) -> None:
+    @kernel(key=body, inner=True)
+    def block(tile: int, number: int) -> int:
         reset(tile, peek(tile + STATE), peek(tile + SUMS))
         size, count = peek(tile + PAGE_SIZE), peek(tile + COUNT)
         per = max(1, BLOCK // size)
@@ -199,28 +201,29 @@ def sweep(body: str) -> Sweep:
             take(tile, page, first, end)
             for group in range((count + ROWS - 1) // ROWS):
                 page_of_group(tile, group, start, end, (page * peek(tile + HEADS) + peek(tile + HEAD)) * size)
+        return 0
 
-    @kernel(key=body)
+    @kernel(key=body, inner=True)
     def join(tile: int, state: int, sums: int) -> None:
         width, running = peek(tile + PAD_VALUE), peek(tile + RUNNING)
         for group in range((peek(tile + COUNT) + ROWS - 1) // ROWS):
             offset = 4 * group * ROWS * width
             fold(state + STATE_BYTES * group, sums + offset, running + STATE_BYTES * group, running + peek(tile + ROOM) + offset, width)
 
-    @kernel(key=body)
+    @kernel(key=body, inner=True)
     def whole(tile: int) -> None:
         running, state, sums = peek(tile + RUNNING), peek(tile + STATE), peek(tile + SUMS)
         reset(tile, running, running + peek(tile + ROOM))
         low, high = blocks_of(tile)
         for number in range(low, high):
-            block(tile, number)
+            run_block(peek(tile + CODE), tile, number)
             join(tile, state, sums)
 
     return Sweep(block, join, whole)
 
 
 
-@kernel
+@kernel(inner=True)
 def finish(tile: int, row: int, out: int, width: int, sink: int) -> None:
     """out[width] := the row's running sums over its weights' sum; sink: address of one more logit that weighs nothing, or 0."""
     at = peek(tile + RUNNING) + STATE_BYTES * (row // ROWS) + 4 * (row % ROWS)

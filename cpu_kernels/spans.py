@@ -256,7 +256,7 @@ def spans(body: str) -> Spans:
     n = lanes.WIDTHS[body]
     real, bf16, fp8, f16 = (_emit_widen(kind, n, body) for kind in range(4))
 
-    @kernel(key=body)
+    @kernel(key=body, inner=True)
     def widen(source: int, to: int, count: int, kind: int) -> None:
         if kind == F32_KIND:
             real(source, to, count)

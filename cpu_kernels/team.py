@@ -5,7 +5,6 @@ How a job is written stands in `jobs`. `prepare(job, arguments, keep)` makes wha
 
 import ctypes
 import functools
-import operator
 import os
 import pickle
 import threading
@@ -20,6 +19,7 @@ import numpy as np
 from numba import cfunc, types
 
 from . import atoms, cpu, jobs
+from .jit import address as machine_code
 from .jobs import FAILED, LINE, LOST, MOST, STOPPED
 
 
@@ -49,12 +49,8 @@ _SHAPE = (types.int64,) * 4
 
 @functools.cache
 def address(job: Any) -> int:
-    """Compiles the job (a @kernel of four ints) and gives its machine code's address."""
-    job.compile(_SHAPE)
-    signature, library, function = operator.attrgetter("signature", "library", "fndesc")(job.overloads[_SHAPE])
-    if types.unliteral(signature.return_type) != types.int64:
-        raise TypeError(f"job {job.__name__} returns {signature.return_type}; a job returns an int64")
-    return int(library.get_pointer_to_function(function.llvm_func_name))
+    """The machine code of a job (a @kernel of four ints), compiled or loaded now."""
+    return machine_code(job, 4)
 
 
 def prepare(job: Any, arguments: np.ndarray, keep: Any = None) -> Prepared:

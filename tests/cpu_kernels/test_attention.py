@@ -1,4 +1,5 @@
 """Attention over pages against the float64 twin, and the promise that a token's bits do not depend on its company."""
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -7,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cpu_kernels import plain, plain_attention
-from cpu_kernels.attention import Attention, QKNorm, Rotary
-from cpu_kernels.batch import Batch, Pool, Room
+from cpu_kernels.attention import Scratch, attend
+from cpu_kernels.heads import KV_TYPES, QK_NORMS, heads_in
+from cpu_kernels.operands import ready
 from cpu_kernels.team import Team
 
 FP8 = np.array([(-1.0) ** (c >> 7) * ((c & 7) * 2.0 ** -9 if (c >> 3) & 15 == 0 else (8 + (c & 7)) * 2.0 ** (((c >> 3) & 15) - 10)) for c in range(256)])
@@ -46,8 +48,6 @@ class Model:
         self.cos, self.sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
         self.sink = r.standard_normal(self.heads).astype(np.float32) if self.sinks else None
         self.scale = self.dim ** -0.5
-        self.attention = Attention(self.heads, self.kv_heads, self.dim, self.scale, Rotary(self.cos, self.sin, self.interleaved) if self.rope else None,
-                                   None if self.norm == "none" else QKNorm(self.norm, self.q_weight, self.k_weight, 1e-6), self.window, self.clip, self.sink)
 
     def qkv(self, tokens, seed=1):
         r = np.random.default_rng(seed)
@@ -76,27 +76,24 @@ class Model:
         x = x.astype(np.float32)
         if self.kind == "bf16":
             return plain.bf16_to_f32(plain.f32_to_bf16(x))
-        if self.kind == "f16":
-            return x.astype(np.float16).astype(np.float32)
         return x
 
 
 class Cache:
     def __init__(self, model, pages):
         shape = (pages, model.kv_heads, model.page_size, model.dim)
-        item = {"f32": np.float32, "bf16": np.uint16, "f16": np.float16, "fp8": np.uint8}[model.kind]
-        r = np.random.default_rng(9)
-        poison = np.array(np.nan, np.float32) if model.kind == "f32" else (r.integers(0, 256, 1)[0] if model.kind == "fp8" else 0)
-        self.keys, self.values = np.full(shape, poison, item), np.full(shape, poison, item)
-        if model.kind in ("bf16", "f16"):
-            for a in (self.keys, self.values):
-                a.view(np.uint16)[:] = 0x7FC0 if model.kind == "bf16" else 0x7E00       # never written: NaN
+        item = {"f32": np.float32, "bf16": np.uint16, "fp8": np.uint8}[model.kind]
+        never = {"f32": np.nan, "bf16": 0x7FC0, "fp8": 0x7F}[model.kind]              # what was never written is NaN
+        self.keys, self.values = np.full(shape, never, item), np.full(shape, never, item)
         self.scales = [np.full(shape[:3], np.nan, np.float32) for _ in range(2)] if model.kind == "fp8" else [None, None]
-        self.pool = Pool(model.kind, self.keys, self.values, *self.scales)
         self.pages = pages
 
 
-def run(model, cache, crew, parts, room=None):
+def place_of(a):
+    return 0 if a is None else a.ctypes.data
+
+
+def run(model, cache, crew, parts, scratch=None):
     """parts: list of (qkv rows of one sequence, start position, its pages). Returns the outputs per part."""
     counts = [len(x) for x, _, _ in parts]
     starts = np.cumsum([0, *counts]).astype(np.int32)
@@ -107,11 +104,18 @@ def run(model, cache, crew, parts, room=None):
     positions = np.concatenate([at + np.arange(len(x)) for x, at, _ in parts]).astype(np.int32)
     lengths = np.array([at + len(x) for x, at, _ in parts], np.int32)
     slots = np.concatenate([np.array(p)[(at + np.arange(len(x))) // model.page_size] * model.page_size + (at + np.arange(len(x))) % model.page_size for x, at, p in parts]).astype(np.int64)
-    batch = Batch(positions, starts, lengths, table, slots, cache.pages, model.page_size)
     qkv = np.concatenate([x for x, _, _ in parts])
     out = np.full((len(qkv), model.heads * model.dim), np.nan, np.float32)
-    model.attention.run(qkv.copy(), out, cache.pool, batch, crew, room or Room())
-    return [out[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    at, kind = place_of, KV_TYPES[model.kind]
+    cos, sin = (model.cos, model.sin) if model.rope else (None, None)
+    scales = [at(a) for a in cache.scales]
+    crew.run(ready(heads_in, [at(qkv), len(qkv), model.heads, model.kv_heads, model.dim, at(model.q_weight), at(model.k_weight), QK_NORMS[model.norm], at(cos), at(sin),
+                              model.rope // 2, int(model.interleaved), at(positions), at(slots), model.page_size, at(cache.keys), at(cache.values), *scales, kind],
+                   [1e-6, model.clip or 0.0]))
+    crew.run(attend(at(qkv), qkv.shape[1], len(qkv), len(parts), at(positions), at(starts), at(lengths), at(table), width, model.page_size, at(cache.keys),
+                    at(cache.values), *scales, kind, at(out), model.heads, model.kv_heads, model.dim, model.window or 0, at(model.sink), model.scale,
+                    scratch or Scratch(crew.threads, model.context)))
+    return [out[a:b] for a, b in itertools.pairwise(starts)]
 
 
 def pages_for(model, length, pool=64, seed=3):
@@ -120,7 +124,7 @@ def pages_for(model, length, pool=64, seed=3):
 
 MODELS = [Model(), Model(heads=8, kv_heads=1, dim=64, norm="head", rope=64), Model(heads=6, kv_heads=2, dim=24, norm="full", rope=16, interleaved=True),
           Model(heads=4, kv_heads=4, dim=20, norm="rotated", rope=20, window=7), Model(heads=4, kv_heads=2, dim=16, sinks=True, window=5, clip=0.7),
-          Model(kind="bf16", dim=48), Model(kind="f16", dim=40), Model(heads=2, kv_heads=1, dim=256, page_size=16)]
+          Model(kind="bf16", dim=48), Model(heads=2, kv_heads=1, dim=256, page_size=16)]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: f"{m.heads}x{m.kv_heads}x{m.dim}-{m.kind}-{m.norm}")
@@ -155,13 +159,13 @@ def test_a_token_is_the_same_bits_in_any_chunk_and_company(crew, data):
     length = data.draw(st.integers(1, 40))
     x = model.qkv(length, seed=5)
     whole = run(model, Cache(model, 64), crew, [(x, 0, pages_for(model, length))])[0]
-    cache, at, got, room = Cache(model, 64), 0, [], Room()
+    cache, at, got, scratch = Cache(model, 64), 0, [], Scratch(crew.threads, 64)
     own = pages_for(model, length, 32, seed=8)
     others = [(model.qkv(data.draw(st.integers(1, 6)), seed=20 + i), [32 + 8 * i + j for j in range(2)]) for i in range(data.draw(st.integers(0, 3)))]
     while at < length:
         n = data.draw(st.integers(1, length - at))
         parts = [(y, 0, p) for y, p in others] + [(x[at:at + n], at, own)]
-        got.append(run(model, cache, crew, parts, room)[-1])
+        got.append(run(model, cache, crew, parts, scratch)[-1])
         at += n
     assert np.array_equal(np.concatenate(got).view(np.uint32), whole.view(np.uint32))
 
@@ -189,7 +193,6 @@ def test_pages_outside_the_window_may_be_gone(crew):
     cache = Cache(model, 64)
     run(model, cache, crew, [(x[:29], 0, own)])
     gone = [-1] * 5 + own[5:]
-    cache.keys[own[:5]], cache.values[own[:5]] = np.nan, np.nan
     got = run(model, cache, crew, [(x[29:], 29, gone)])[0]
     assert np.abs(got[0] - model.twin(x)[-1]).max() < 2e-5
 
@@ -205,21 +208,10 @@ def test_nan_stays_in_its_own_token_and_those_that_see_it(crew):
     assert np.isfinite(got[1]).all()
 
 
-def test_what_is_out_of_range_is_named():
-    i32, i64 = np.int32, np.int64
-    good = {"positions": np.array([0, 1], i32), "starts": np.array([0, 2], i32), "lengths": np.array([2], i32), "table": np.array([[3]], i32), "slots": np.array([12, 13], i64)}
-    Batch(**good, pages=4, page_size=4)
-    for name, value in (("starts", [0, 3]), ("starts", [1, 2]), ("slots", [12, 16]), ("slots", [12]), ("table", [[4]]), ("table", [[-1]]), ("positions", [0, 2]), ("positions", [5, 6]), ("lengths", [9])):
-        with pytest.raises(ValueError, match=f"^{'positions|lengths' if name == 'lengths' else name}"):
-            Batch(**{**good, name: np.array(value, good[name].dtype)}, pages=4, page_size=4)
-    with pytest.raises(TypeError, match="^slots: wants"):
-        Batch(**{**good, "slots": np.array([12, 13], i32)}, pages=4, page_size=4)
-    with pytest.raises(ValueError, match="^heads: 3"):
-        Attention(3, 2, 8, 1.0)
-    keys = np.zeros((2, 1, 4, 8), np.float32)
-    with pytest.raises(ValueError, match="even page size"):
-        Pool("f32", keys[:, :, :3].copy(), keys[:, :, :3].copy())
-    with pytest.raises(ValueError, match="fp8 wants both"):
-        Pool("fp8", keys.view(np.uint8), keys.view(np.uint8))
-    with pytest.raises(TypeError, match="is not bf16"):
-        Pool("bf16", keys, keys)
+def test_what_cannot_be_is_refused():
+    scratch = Scratch(1, 64)
+    zeros = [0] * 9
+    with pytest.raises(ValueError, match=r"^heads: 3 for 2 kv heads"):
+        attend(*zeros, 4, 0, 0, 0, 0, 0, 0, 3, 2, 8, 0, 0, 1.0, scratch)
+    with pytest.raises(ValueError, match=r"^page_size: 3 is odd"):
+        attend(*zeros, 3, 0, 0, 0, 0, 0, 0, 2, 2, 8, 0, 0, 1.0, scratch)
