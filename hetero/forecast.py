@@ -1,0 +1,53 @@
+"""The plan of a model that is not loaded: from its folder, or from a bare config.json; allocates nothing and moves nothing."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hetero.arch import families
+from hetero.llm import fetch
+from hetero.memory import machine as machines
+from hetero.memory import plan as plans
+from hetero.memory.cost import Machine
+from hetero.options import Options
+from hetero.weights import dialects
+from hetero.weights.checkpoint import Checkpoint
+from hetero.weights.source import open_source, read_config
+
+BY_METHOD = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "modelopt": "nvfp4"}
+
+
+def arriving(config: Mapping[str, Any]) -> str:
+    """The format in which routed experts come, by the config's own word: for planning, when no weights are there to look at."""
+    quant = dialects.quantization(config)
+    method = quant.get("quant_method", "modelopt") if quant else ""
+    if method == "gptq":
+        return f"int{quant.get('bits', 4)}"
+    if method == "compressed-tensors":
+        for group in (quant.get("config_groups") or {}).values():
+            weights = group.get("weights") or {}
+            kind, bits, size = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("group_size")
+            return f"fp{bits}" if kind == "float" else f"int{bits}_g{size}" if size else f"int{bits}"
+    if method == "modelopt" and "FP8" in str(quant.get("quant_algo")):
+        return "fp8"
+    return BY_METHOD.get(method, "bf16")
+
+
+def forecast(name: str | None, options: Options, config_only: bool = False) -> tuple[plans.Plan, Machine]:
+    """The plan and the machine it is for. config_only: `name` is a config.json or a folder with one, and its weights are not looked at."""
+    machine = plans.imagined(machines.this_machine(options.cache_dir, options.device), options)
+    if config_only and name is not None:
+        config = read_config(Path(name).expanduser())
+        comes: str | list[str] = arriving(config)
+        model = families.read(config).first(options.layers)
+        return plans.plan(model, machine, options, comes), machine
+    source = open_source(name, partial(fetch, offline=options.offline, progress=lambda *_: None))
+    model = families.read(source.config).first(options.layers)
+    if options.load_format == "dummy":
+        comes = arriving(source.config)
+    else:
+        checkpoint = Checkpoint(source, model)
+        comes = [checkpoint.expert_format(l) for l in model.moe_layers] or "bf16"
+        checkpoint.close()
+    return plans.plan(model, machine, options, comes), machine
