@@ -175,11 +175,11 @@ def test_a_person_talks_to_the_embedded_model_on_a_terminal(tmp_path):
     env = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execvpe(sys.executable, [sys.executable, "-m", "hetero", "chat", "--temperature", "0"], env)
+        os.execvpe(sys.executable, [sys.executable, "-m", "hetero", "chat", "--temperature", "0", "--max-tokens", "24"], env)
 
     ready = "\x1b[?25h"                     # the line editor shows its cursor
 
-    def until(words, seconds=100):
+    def until(words, seconds=300):
         seen, end = "", time.monotonic() + seconds
         while words not in seen:
             assert time.monotonic() < end, seen
