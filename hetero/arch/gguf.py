@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata means: the same model as a config.json, and the names of its tensors; knows no file and no bytes.
+"""What a GGUF file's metadata means: a config.json that says the same, and the names of its tensors; knows no file and no bytes.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and llama.cpp's architecture table. A row per `general.architecture`.
 """
@@ -15,7 +15,8 @@ from hetero.errors import UnsupportedModel
 L = "blk.{l}."
 NAMES = {
     "embed": "token_embd.weight", "norm": "output_norm.weight", "norm.bias": "output_norm.bias", "head": "output.weight", "head.bias": "output.bias",
-    "attn_norm": L + "attn_norm.weight", "attn_norm.bias": L + "attn_norm.bias", "ffn_norm": L + "ffn_norm.weight", "ffn_norm.bias": L + "ffn_norm.bias",
+    "attn_norm": L + "attn_norm.weight", "attn_norm.bias": L + "attn_norm.bias", "ffn_norm": L + "ffn_norm.weight",
+    "ffn_norm.bias": L + "ffn_norm.bias",
     **{f"attn.{k}{b}": f"{L}attn_{n}{b or '.weight'}" for b in ("", ".bias") for k, n in (
         ("q", "q"), ("k", "k"), ("v", "v"), ("o", "output"), ("q_norm", "q_norm"), ("k_norm", "k_norm"), ("q_a", "q_a"), ("q_a_norm", "q_a_norm"),
         ("q_b", "q_b"), ("kv_a", "kv_a_mqa"), ("kv_a_norm", "kv_a_norm"), ("kv_b", "kv_b"))},
@@ -114,9 +115,10 @@ def olmoe(m: Meta) -> dict[str, Any]:
 
 
 def sigmoid(m: Meta) -> dict[str, Any]:
-    return {"n_routed_experts": m.need("expert_count"), "n_shared_experts": m.get("expert_shared_count", 0), "norm_topk_prob": bool(m.get("expert_weights_norm", True)),
-            "routed_scaling_factor": m.get("expert_weights_scale", 1.0), "first_k_dense_replace": m.get("leading_dense_block_count", 0),
-            "n_group": m.get("expert_group_count", 1), "topk_group": m.get("expert_group_used_count", 1), **width(m)}
+    return {"n_routed_experts": m.need("expert_count"), "n_shared_experts": m.get("expert_shared_count", 0),
+            "norm_topk_prob": bool(m.get("expert_weights_norm", True)), "routed_scaling_factor": m.get("expert_weights_scale", 1.0),
+            "first_k_dense_replace": m.get("leading_dense_block_count", 0), "n_group": m.get("expert_group_count", 1),
+            "topk_group": m.get("expert_group_used_count", 1), **width(m)}
 
 
 def deepseek2(m: Meta) -> dict[str, Any]:
@@ -129,7 +131,8 @@ def deepseek2(m: Meta) -> dict[str, Any]:
     config |= {k: v for k, v in rope(m, turned).items() if k != "partial_rotary_factor"}
     if m.get("expert_gating_func", 1) == 2:
         return config | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-    return config | {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "group_limited_greedy" if groups > 1 else "greedy", "norm_topk_prob": False}
+    method = "group_limited_greedy" if groups > 1 else "greedy"
+    return config | {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": method, "norm_topk_prob": False}
 
 
 def gpt_oss(m: Meta) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def plain(place: Place, shape: tuple[int, ...], _: dict) -> Reading | None:
     return Reading(FLOATS[tag], 16 if tag in ("F16", "BF16") else 32, shape, {"weight": w}, lambda p: to_f32(p["weight"], tag))
 
 
-DIALECTS: tuple[Dialect, ...] = (plain, ggml.blocks, gptq_or_awq, compressed_int, fp8, fp4)
+DIALECTS: tuple[Dialect, ...] = (plain, ggml.blocks, ggml.split_kv, gptq_or_awq, compressed_int, fp8, fp4)
 
 
 def quantization(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> dict[str, Any]:

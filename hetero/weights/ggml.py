@@ -12,7 +12,7 @@ from hetero.errors import BadCheckpoint
 from hetero.weights.layout import Place
 from hetero.weights.minifloats import TWICE
 from hetero.weights.reading import Codes, Parts, Reading
-from hetero.weights.stored import E8M0
+from hetero.weights.stored import E8M0, Stored, to_f32
 
 IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
@@ -154,6 +154,29 @@ BLOCKS: dict[str, Block] = {
 }
 PLAIN_TYPES = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
 BY_NUMBER = {block.number: name for name, block in BLOCKS.items()} | PLAIN_TYPES
+
+
+def floats_of(raw: np.ndarray, stored: Stored) -> np.ndarray:
+    """float32 of a whole tensor's shape, from bytes [rows, bytes of a row] (blocks) or an array (plain types)."""
+    if stored.dtype not in BLOCKS:
+        return to_f32(raw, stored.dtype)
+    block = BLOCKS[stored.dtype]
+    return block.floats(np.ascontiguousarray(raw).reshape(-1, block.nbytes)).reshape(stored.shape)
+
+
+def split_kv(place: Place, shape: tuple[int, ...], _: dict) -> Reading | None:
+    """Latent attention's kv_b, stored as k_b [heads, rank, nope] (turned) and v_b [heads, v, rank]: per head nope rows, then v rows."""
+    if set(place.parts) != {"k_b", "v_b"}:
+        return None
+    k, v = place.parts["k_b"].stored, place.parts["v_b"].stored
+    if len(k.shape) != 3 or len(v.shape) != 3 or k.shape[1] != shape[1] or (v.shape[0], v.shape[2]) != (k.shape[0], shape[1]) or \
+            k.shape[0] * (k.shape[2] + v.shape[1]) != shape[0]:
+        raise BadCheckpoint(f"{k.file}: {k.name!r} {list(k.shape)} and {v.name!r} {list(v.shape)} do not make {list(shape)}")
+
+    def dequantize(p: Parts) -> np.ndarray:
+        return np.concatenate([floats_of(p["k_b"], k).swapaxes(1, 2), floats_of(p["v_b"], v)], 1).reshape(shape)
+
+    return Reading(f"{k.dtype}+{v.dtype}".lower(), 32, shape, place.parts, dequantize)
 
 
 def blocks(place: Place, shape: tuple[int, ...], _: dict) -> Reading | None:

@@ -32,12 +32,13 @@ class Cursor:
         """The start of the next nbytes, which are inside the file."""
         start = self.at
         if nbytes > len(self.data) - start:
-            raise BadCheckpoint(f"{self.path}: {self.what}: bytes {start}..{start + nbytes} are past the end of the file ({len(self.data)} bytes)", DAMAGED)
+            where = f"{self.path}: {self.what}: bytes {start}..{start + nbytes}"
+            raise BadCheckpoint(f"{where} are past the end of the file ({len(self.data)} bytes)", DAMAGED)
         self.at += nbytes
         return start
 
     def number(self, code: str, nbytes: int) -> Any:
-        return struct.unpack_from("<" + code, self.data, self.take(nbytes))[0]
+        return struct.unpack_from("<" + code, self.data.data, self.take(nbytes))[0]
 
     def u32(self) -> int:
         return self.number("I", 4)
@@ -57,7 +58,7 @@ class Cursor:
         if kind in NUMBERS:
             dtype = np.dtype(NUMBERS[kind])
             found = self.data[(s := self.take(dtype.itemsize)):s + dtype.itemsize].view(dtype)[0]
-            return bool(found) if kind == BOOL else found.item()
+            return bool(found) if kind == BOOL else float(str(found)) if kind == 6 else found.item()    # 1e-6 was written, not its nearest float32
         if kind != ARRAY or depth > 3:
             raise BadCheckpoint(f"{self.path}: {self.what}: no value of type {kind} at byte {self.at}", DAMAGED)
         inner, count = self.u32(), self.u64()
@@ -66,7 +67,7 @@ class Cursor:
             start = self.take(count * dtype.itemsize)
             return np.frombuffer(self.data[start:self.at].tobytes(), dtype)
         if count * (8 if inner == STRING else 12) > len(self.data) - self.at:
-            raise BadCheckpoint(f"{self.path}: {self.what}: {count} values from byte {self.at} are past the end of the file ({len(self.data)} bytes)", DAMAGED)
+            raise BadCheckpoint(f"{self.path}: {self.what}: {count} values at byte {self.at} do not fit {len(self.data)} bytes", DAMAGED)
         return [self.value(inner, depth + 1) for _ in range(count)]
 
 
@@ -147,7 +148,8 @@ def placed(path: Path, found: list[Stored], base: int, align: int, size: int) ->
         tensors[t.name] = Stored(t.name, t.dtype, t.shape, path, start, t.nbytes)
         end, before = start + t.nbytes, t.name
     if found and size - end > max(align, 4096):
-        raise BadCheckpoint(f"{path}: {size - end} bytes after the last tensor, which ends at {end}", "split files joined with cat? give the split files themselves")
+        raise BadCheckpoint(f"{path}: {size - end} bytes after the last tensor, which ends at {end}",
+                            "split files joined with cat? give the split files themselves")
     return tensors
 
 
@@ -159,7 +161,8 @@ def parts_of(path: Path) -> list[Path]:
     files = [path.with_name(f"{m[1]}-{i:05}-of-{m[3]}.gguf") for i in range(1, int(m[3]) + 1)]
     for f in files:
         if not f.is_file():
-            raise BadCheckpoint(f"{f}: missing, one of {len(files)} files of this model", "incomplete download? fetch all the split files into one folder")
+            raise BadCheckpoint(f"{f}: missing, one of {len(files)} files of this model",
+                                "incomplete download? fetch all the split files into one folder")
     return files
 
 
@@ -170,11 +173,13 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Stored], list[Path]]:
     metadata = heads[0][0]
     count = metadata.get("split.count", 1)
     if count != len(files):
-        raise BadCheckpoint(f"{path}: says that the model has {count} files, its name says {len(files)}", "keep the names that split files were published under")
+        raise BadCheckpoint(f"{path}: says that the model has {count} files, its name says {len(files)}",
+                            "keep the names that split files were published under")
     tensors: dict[str, Stored] = {}
     for f, (own, found) in zip(files, heads, strict=True):
         if own.get("split.count", 1) != count or (count > 1 and own.get("split.no") != files.index(f)):
-            raise BadCheckpoint(f"{f}: is file {own.get('split.no')} of {own.get('split.count')}, its name says otherwise", "mixed downloads? fetch the model again")
+            raise BadCheckpoint(f"{f}: is file {own.get('split.no')} of {own.get('split.count')}, its name says otherwise",
+                                "mixed downloads? fetch the model again")
         if twice := tensors.keys() & found.keys():
             raise BadCheckpoint(f"{f}: tensor {min(twice)!r} lies in {tensors[min(twice)].file.name} too", DAMAGED)
         tensors |= found

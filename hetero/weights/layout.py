@@ -77,6 +77,9 @@ class Layout:
             parent, half = stem.rpartition(".")[0], (int(tensor.key.endswith("up")), False)
             stem = next((s for s in (f"{parent}.input_linear", f"{parent}.gate_up_proj") if s in self.beside), stem)
             beside = self.beside.get(stem, {})
+        if not beside and tensor.key == "attn.kv_b" and not bias:
+            halves = [self.stored.get(name.replace("kv_b", k)) for k in ("k_b", "v_b")]
+            return Place(stem, {k: Piece(s) for k, s in zip(("k_b", "v_b"), halves, strict=True) if s is not None}) if all(halves) else None
         parts = {"weight" if bias else k: replace(self.piece(s, tensor, rows), half=half) for k, s in beside.items() if (k == "bias") == bias}
         return Place(stem, parts) if parts else None
 

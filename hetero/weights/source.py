@@ -10,11 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import BadCheckpoint, UnsupportedModel
-from hetero.weights import safetensors
+from hetero.arch import families
+from hetero.arch import gguf as arch_gguf
+from hetero.arch.spec import Model
+from hetero.errors import BadCheckpoint, HeteroError, UnsupportedModel
+from hetero.weights import gguf, gguf_text, safetensors
 from hetero.weights.stored import DAMAGED, Stored
 
-HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
+HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.-]+)?$")
 EMBEDDED = Path(__file__).parents[1] / "embedded" / "model-int8"
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
               "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json", "tokenizer.model", "hf_quant_config.json")
@@ -32,11 +35,16 @@ class Source:
     notes: tuple[str, ...] = ()          # for the report: strays ignored, what stands in for what
     texts: dict[str, str] = field(default_factory=dict)
     embedded: bool = False
+    gguf: str = ""                       # general.architecture, when the container is GGUF
+
+    def spec(self) -> Model:
+        """The model that these files describe, with the names that they use. Raises UnsupportedModel."""
+        return arch_gguf.read(self.config, self.gguf) if self.gguf else families.read(self.config)
 
     def text(self, name: str) -> str | None:
         """A small file's text ("tokenizer.json", "chat_template.jinja"), None when the model has none."""
-        if name in self.texts:
-            return self.texts[name]
+        if self.gguf:
+            return self.texts.get(name)
         path = self.folder / name
         try:
             return path.read_text(encoding="utf-8") if path.is_file() else None
@@ -72,7 +80,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def open_folder(folder: Path, name: str | None = None) -> Source:
-    """A folder of config.json and safetensors (single, or sharded by index). Strays that no index names are ignored with a note."""
+    """A folder of config.json and safetensors (single, or sharded by index), or of one GGUF model. Strays that no index names are ignored with a
+    note."""
+    models = {str(gguf.parts_of(p)[0]) for p in folder.glob("*.gguf") if "mmproj" not in p.name}
+    if len(models) == 1 and not any(folder.glob("*.safetensors")):
+        return open_gguf(Path(models.pop()), name)
+    if models and not (folder / "config.json").exists():
+        raise BadCheckpoint(f"{folder}: {len(models)} GGUF models", "give the path of one file")
     config = read_config(folder)
     index_path = folder / "model.safetensors.index.json"
     present = sorted(p.name for p in folder.glob("*.safetensors"))
@@ -92,6 +106,19 @@ def open_folder(folder: Path, name: str | None = None) -> Source:
     if strays := [n for n in present if n not in wanted]:
         notes.append(f"{folder}: ignored {', '.join(strays)} ({'not in the index' if index else 'beside model.safetensors'})")
     return Source(name or str(folder), folder, config, tuple(folder / n for n in wanted), index, tuple(notes))
+
+
+def open_gguf(path: Path, name: str | None = None) -> Source:
+    """A GGUF file, or all files of a split one from the name of any. Files beside it (config.json, tokenizer.json) are not looked at."""
+    metadata, tensors, files = gguf.read(path)
+    embed = tensors.get("token_embd.weight")
+    if embed is None:
+        raise BadCheckpoint(f"{path}: no tensor token_embd.weight", "not a language model, or a file of adapters or projectors only")
+    try:
+        config, texts = arch_gguf.config_of(metadata, tensors, embed.shape[0]), gguf_text.texts(metadata)
+    except HeteroError as e:
+        raise type(e)(f"{path}: {e.message}", e.hint) from e
+    return Source(name or str(path), path.parent, config, tuple(files), None, (), texts, gguf=str(metadata["general.architecture"]))
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -140,6 +167,8 @@ def without_index(folder: Path, present: list[str]) -> list[str]:
 
 def read_tensors(source: Source) -> dict[str, Stored]:
     """Every tensor of every file, by name. Index, files and tensors must agree."""
+    if source.gguf:
+        return gguf.read(source.weights[0])[1]
     tensors: dict[str, Stored] = {}
     for path in source.weights:
         found, _ = safetensors.read_header(path)
@@ -166,10 +195,13 @@ def open_source(name: str | Path | None, fetch: Callable[[str], Path] | None = N
     path = Path(name).expanduser()
     if path.is_dir():
         return open_folder(path, str(name))
-    if path.exists():
-        raise BadCheckpoint(f"{name}: not a folder", "give the folder that holds config.json and the safetensors files")
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return open_gguf(path, str(name))
+        raise BadCheckpoint(f"{name}: not a folder and not a .gguf file", "give the folder that holds config.json and the safetensors files")
     if path.is_symlink():
         raise BadCheckpoint(f"{name}: a link to {path.readlink()}, which is not there", "the hub cache lost a file: fetch the model again")
     if fetch is None or not HUB_NAME.match(str(name)):
         raise BadCheckpoint(f"{name}: no such folder", "a path to a folder or a GGUF file, or a hub name like Qwen/Qwen3-30B-A3B")
-    return open_folder(fetch(str(name)), str(name))
+    found = fetch(str(name))
+    return open_gguf(found, str(name)) if found.is_file() else open_folder(found, str(name))
