@@ -15,7 +15,7 @@ from cpu_kernels import ExpertLayer, ExpertStore, cpu
 from cpu_kernels import plain as twins
 from cpu_kernels.team import Team
 from hetero import options as settings
-from hetero.arch import families, tensors
+from hetero.arch import tensors
 from hetero.arch.spec import Model, MoE
 from hetero.engine.engine import Engine
 from hetero.engine.scheduler import Limits
@@ -61,8 +61,7 @@ class LLM:
         self.source: Source = open_source(path_or_name, partial(fetch, offline=self.options.offline, progress=progress))
         self.name = self.source.name
         self.model = read_model(self.source, self.options)
-        self.tokenizer = tokenizer.read(self.source.folder)
-        self.template = template.read(self.source.folder, self.tokenizer)
+        self.tokenizer, self.template = read_text(self.source)
         self.sampling, self.sampling_sources = sampling_defaults(self.source.json("generation_config.json") or {})
         self.weights = Dummy(self.model) if self.options.load_format == "dummy" else Checkpoint(self.source, self.model)
         self.machine = machines.this_machine(self.options.cache_dir, self.options.device)
@@ -218,7 +217,18 @@ def each(prompts: Any) -> list[Any]:
 
 def read_model(source: Source, options: Options) -> Model:
     """The spec of a source, cut to `--layers`."""
-    return families.read(source.config).first(options.layers)
+    return source.spec().first(options.layers)
+
+
+def read_text(source: Source) -> tuple[tokenizer.Tokenizer, template.Template | None]:
+    """The tokenizer and the chat template, from the folder's files or from inside the container."""
+    if not source.gguf:
+        found = tokenizer.read(source.folder)
+        return found, template.read(source.folder, found)
+    config = source.json("tokenizer_config.json") or {}
+    found = tokenizer.from_json(source.text("tokenizer.json") or "", config, source.config, source.json("generation_config.json") or {}, source.name)
+    text = config.get("chat_template")
+    return found, template.try_out({"default": text}, source.name, found) if text else None
 
 
 def matrices(store: ExpertStore, e: int) -> tuple[Any, Any, Any]:

@@ -362,15 +362,18 @@ def find(folder: Path) -> tuple[dict[str, str], str]:
 
 
 def read(folder: Path, tokenizer: Tokenizer, override: Path | None = None) -> Template | None:
-    """The chat template of a model folder, tried; None when the model has none. Its turn end joins the tokenizer's ends."""
+    """The chat template of a model folder, tried; None when the model has none."""
     if override is not None:
         if not override.is_file():
             raise BadCheckpoint(f"{override}: no such chat template file", "give the path of a .jinja file")
         texts, source = {"default": override.read_text(encoding="utf-8")}, str(override)
     else:
         texts, source = find(folder)
-    if not texts:
-        return None
+    return try_out(texts, source, tokenizer) if texts else None
+
+
+def try_out(texts: dict[str, str], source: str, tokenizer: Tokenizer) -> Template:
+    """A template from its texts by name ("default", "tool_use"), tried; `source` is for messages. Its turn end joins the tokenizer's ends."""
     made = Template(tokenizer, texts.get("default", next(iter(texts.values()))), source, texts.get("tool_use"))
     if made.turn_end is not None and made.turn_end not in tokenizer.eos:
         tokenizer.add_end(made.turn_end, f"chat template ({Path(source).name})")
