@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from .jit import kernel
 
-_I32, _I64, _P = ir.IntType(32), ir.IntType(64), ir.PointerType()
+_I32, _I64, _F32, _P = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.PointerType()
 _i64, _void = types.int64, types.void
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 _ARM = platform.machine().lower() in ("aarch64", "arm64")
@@ -78,6 +78,19 @@ load = _define(lambda b, a: b.load_atomic(_at(b, a), "acquire", 8), _i64, 1)
 store = _define(lambda b, a, v: b.store_atomic(v, _at(b, a), "release", 8), _void, 2)
 add = _define(lambda b, a, v: b.atomic_rmw("add", _at(b, a), v, "acq_rel"), _i64, 2)        # returns the value before
 exchange = _define(_exchange, _i64, 3)                                                      # (address, old, new): returns what was there
+peek_f32 = _define(lambda b, a: b.load(_at(b, a, _F32), align=4), types.float32, 1)         # plain, any float32 of memory
+peek_f64 = _define(lambda b, a: b.load(_at(b, a, ir.DoubleType()), align=8), types.float64, 1)
+
+
+@intrinsic
+def poke_f32(_: Any, address: Any, value: Any) -> Any:
+    """Plain store of a float32."""
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[1], _at(builder, arguments[0], _F32), align=4)
+        return context.get_dummy_value()
+    return _void(_i64, types.float32), generate
+
+
 load32 = _define(lambda b, a: b.zext(b.load_atomic(_at(b, a, _I32), "acquire", 4), _I64), _i64, 1)
 store32 = _define(lambda b, a, v: b.store_atomic(b.trunc(v, _I32), _at(b, a, _I32), "release", 4), _void, 2)
 peek = _define(lambda b, a: b.load(_at(b, a)), _i64, 1)                           # plain 8-byte load and store
@@ -87,25 +100,25 @@ pause = _define(_pause, _void, 0)
 call = _define(_invoke, _i64, 6)          # (function, control, tid, threads, arguments, line) -> the function's result
 
 
-@kernel
+@kernel(inner=True)
 def clock(scratch: int) -> int:
     """CLOCK_MONOTONIC in ns; scratch: address of 16 writable bytes."""
     _clock_gettime(1, scratch)
     return peek(scratch) * 1_000_000_000 + peek(scratch + 8)
 
 
-@kernel
+@kernel(inner=True)
 def give_way() -> None:
     """Lets another thread of this CPU run: only sensible after a long spin."""
     _sched_yield()
 
 
-@kernel
+@kernel(inner=True)
 def sleep_on(address: int, value: int) -> None:
     """Sleeps while the low 32 bits at address equal those of value; may wake early."""
     _syscall(_FUTEX, address, _WAIT_PRIVATE, value & 0xFFFFFFFF, 0, 0, 0)
 
 
-@kernel
+@kernel(inner=True)
 def wake_all(address: int) -> None:
     _syscall(_FUTEX, address, _WAKE_PRIVATE, 1 << 30, 0, 0, 0)

@@ -17,7 +17,7 @@ KV_TYPES = {"f32": 0, "bf16": 1, "fp8": 2}
 QK_NORMS = {"none": 0, "head": 1, "full": 2, "rotated": 3}
 
 
-@kernel
+@kernel(inner=True)
 def bf16_of(bits: int) -> int:
     """The bf16 nearest to a float32, both as bits; ties to even, NaN stays NaN."""
     if (bits & 0x7FFFFFFF) > 0x7F800000:
@@ -25,7 +25,7 @@ def bf16_of(bits: int) -> int:
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
-@kernel
+@kernel(inner=True)
 def e4m3_of(bits: int) -> int:
     """The float8 e4m3 nearest to a float32 of magnitude at most 448, as bits; ties to even; NaN becomes 0x7F."""
     sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
@@ -45,7 +45,7 @@ def e4m3_of(bits: int) -> int:
     return sign | (((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960)
 
 
-@kernel
+@kernel(inner=True)
 def rotate(x: Any, cos: Any, sin: Any, half: int, interleaved: int) -> None:
     """In place: the first 2 * half of one head's dimensions, pairs side by side (interleaved) or half apart."""
     if interleaved:
@@ -58,7 +58,7 @@ def rotate(x: Any, cos: Any, sin: Any, half: int, interleaved: int) -> None:
             x[i], x[half + i] = a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]
 
 
-@kernel
+@kernel(inner=True)
 def keep(x: int, n: int, pages: int, scales: int, place: int, kind: int) -> None:
     """Stores n float32 at address x as vector number `place` of the pages, in their type; fp8 with one scale."""
     if kind == 0:
@@ -87,7 +87,7 @@ def keep(x: int, n: int, pages: int, scales: int, place: int, kind: int) -> None
         codes[i] = e4m3_of(np.int64(bits[i]))
 
 
-@kernel
+@kernel(inner=True)
 def heads_in(control: int, tid: int, threads: int, arguments: int) -> int:
     """Clip, norm and rotate q and k, store k and v. q stays in qkv; k and v there become scratch.
 
@@ -131,7 +131,7 @@ def heads_in(control: int, tid: int, threads: int, arguments: int) -> int:
     return 0
 
 
-@kernel
+@kernel(inner=True)
 def latent_in(control: int, tid: int, threads: int, arguments: int) -> int:
     """MLA: norms and rotates the latent and stores it; rotates q's last part in place. latent becomes scratch.
 

@@ -37,31 +37,31 @@ CONTROL_BYTES = CLAIMS + 2 * STAGES * MOST * LINE
 GRACE_NS = 2_000_000_000                            # after a deadline: how long a worker may take to notice before it counts as lost
 
 
-@kernel
+@kernel(inner=True)
 def share(n: int, tid: int, threads: int) -> tuple[int, int]:
     """The range of n tasks that belongs to tid."""
     return n * tid // threads, n * (tid + 1) // threads
 
 
-@kernel
+@kernel(inner=True)
 def claims(control: int, tid: int, owner: int, stage: int) -> int:
     """Address of the counter from which tasks of `owner` are taken in this job's `stage`."""
     odd = peek(control + OWN + tid * LINE + OWN_ROUND) & 1
     return control + CLAIMS + ((odd * STAGES + stage) * MOST + owner) * LINE
 
 
-@kernel
+@kernel(inner=True)
 def aborted(control: int) -> bool:
     """True when this job is being given up: a long task may look now and then."""
     return load(control + ABORT) != 0
 
 
-@kernel
+@kernel(inner=True)
 def late(control: int, tid: int) -> bool:
     return tid == 0 and clock(control + OWN + SCRATCH) > load(control + DEADLINE)
 
 
-@kernel
+@kernel(inner=True)
 def reached(control: int, tid: int, address: int, value: int) -> bool:
     """Spins until the word at address is at least value; False when the job was aborted or (thread 0) its deadline passed."""
     spun = 0
@@ -79,14 +79,14 @@ def reached(control: int, tid: int, address: int, value: int) -> bool:
     return True
 
 
-@kernel
+@kernel(inner=True)
 def arrive(control: int, tid: int) -> None:
     """First half of a barrier: this thread's writes are done."""
     own = control + ARRIVED + tid * LINE
     store(own, peek(own) + 1)
 
 
-@kernel
+@kernel(inner=True)
 def arrived(control: int, tid: int, threads: int) -> int:
     """Second half: 1 when all have arrived, 0 not yet, -1 when the job was aborted. Never waits."""
     epoch = peek(control + ARRIVED + tid * LINE)
@@ -106,7 +106,7 @@ def arrived(control: int, tid: int, threads: int) -> int:
     return -1 if load(control + ABORT) != 0 else 0
 
 
-@kernel
+@kernel(inner=True)
 def barrier(control: int, tid: int, threads: int) -> bool:
     """Waits for all threads of the job; False when the job was aborted."""
     if threads == 1:
@@ -122,7 +122,7 @@ def barrier(control: int, tid: int, threads: int) -> bool:
     return True
 
 
-@kernel
+@kernel(inner=True)
 def begin(control: int, tid: int, turn: int) -> None:
     """A new round for this thread: its claim counters of the idle set become zero for the round after."""
     poke(control + OWN + tid * LINE + OWN_ROUND, turn)
@@ -131,7 +131,7 @@ def begin(control: int, tid: int, turn: int) -> None:
         poke(control + CLAIMS + ((idle * STAGES + stage) * MOST + tid) * LINE, 0)
 
 
-@kernel
+@kernel(inner=True)
 def enter(control: int, tid: int, seq: int) -> None:
     own = control + OWN + tid * LINE
     begin(control, tid, peek(control + ROUND))
@@ -211,7 +211,7 @@ def dispatch(control: int, job: int, arguments: int, deadline_ns: int) -> int:
     return why
 
 
-@kernel
+@kernel(inner=True)
 def answered(control: int, flag: int) -> bool:
     """Thread 0 waits for somebody else's flag to be 1."""
     spun = 0
@@ -227,7 +227,7 @@ def answered(control: int, flag: int) -> bool:
     return True
 
 
-@kernel
+@kernel(inner=True)
 def play(control: int, tid: int, threads: int, arguments: int) -> int:
     """arguments: layers, table of (job, arguments), request flags, done flags, deadline in ns, times of (seen, done) per layer.
 

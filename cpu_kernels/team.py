@@ -5,7 +5,6 @@ How a job is written stands in `jobs`. `prepare(job, arguments, keep)` makes wha
 
 import ctypes
 import functools
-import operator
 import os
 import pickle
 import threading
@@ -17,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import cfunc, types
 
-from . import cpu, jobs
+from . import atoms, cpu, jobs
+from .jit import address as machine_code
 from .jobs import FAILED, LINE, LOST, MOST, STOPPED
 
 
@@ -49,12 +49,8 @@ _SHAPE = (types.int64,) * 4
 
 @functools.cache
 def address(job: Any) -> int:
-    """Compiles the job (a @kernel of four ints) and gives its machine code's address."""
-    job.compile(_SHAPE)
-    signature, library, function = operator.attrgetter("signature", "library", "fndesc")(job.overloads[_SHAPE])
-    if types.unliteral(signature.return_type) != types.int64:
-        raise TypeError(f"job {job.__name__} returns {signature.return_type}; a job returns an int64")
-    return int(library.get_pointer_to_function(function.llvm_func_name))
+    """The machine code of a job (a @kernel of four ints), compiled or loaded now."""
+    return machine_code(job, 4)
 
 
 def prepare(job: Any, arguments: np.ndarray, keep: Any = None) -> Prepared:
@@ -170,6 +166,11 @@ class Team:
     def _set(self, word: int, value: int) -> None:
         self._memory[word:word + 8].view(np.int64)[0] = value
 
+    @property
+    def control(self) -> int:
+        """Address of the control block, for `host_function`; another one after the team was lost and replaced."""
+        return self._control
+
     def run(self, prepared: Prepared, deadline_s: float = 600.0) -> None:
         """Runs a job on all threads and returns when all are done. Raises what the job raised, JobFailed for its code or a missed deadline,
         TeamLost when a thread did not come back."""
@@ -276,6 +277,18 @@ class Team:
         self.close()
 
 
+@functools.cache
+def host_function() -> int:
+    """Address of a C function void(int64 *record) that runs a job from any thread and waits for it: record = control, job, arguments, deadline in ns,
+    and the place where the code (OK, LATE, ...) goes. Nobody else may use the team meanwhile."""
+    def hosted(record: int) -> None:
+        atoms.poke(record + 32, jobs.dispatch(atoms.peek(record), atoms.peek(record + 8), atoms.peek(record + 16), atoms.peek(record + 24)))
+    made = cfunc(types.void(types.int64), nopython=True)(hosted)
+    _kept.append(made)
+    return int(made.address)
+
+
+_kept: list[Any] = []                                # C functions whose addresses were given away
 _lost: list[Any] = []                                # memory that a hanging thread may still write
 
 

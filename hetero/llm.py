@@ -28,6 +28,7 @@ from hetero.memory.cache import Cache
 from hetero.memory.packed import Progress
 from hetero.model.experts import OnCpu, expert_layer
 from hetero.model.load import load_decoder
+from hetero.model.replay import Replay
 from hetero.model.step import single
 from hetero.model.weights import Weights
 from hetero.options import Options
@@ -87,12 +88,13 @@ class LLM:
         self.layers = {l: expert_layer(banks.moe(model, l), self.bank.stores[l], self.bank.biases[l]) for l in model.moe_layers}
 
         def experts(l: int, part: MoE) -> OnCpu:
-            return OnCpu(self.layers[l], self.team, self.isa, options.deterministic)
+            return OnCpu(self.layers[l], self.ops, options.precision, options.deterministic)
         self.decoder = load_decoder(self.ops, model, Weights(tensors.of(model), self.weights.dense), experts, plan.dense_format, plan.dense_format)
-        self.cache = Cache(model, -(-plan.kv_tokens // PAGE), PAGE, KV_NAMES[plan.kv_dtype], rows=plan.max_batch)
+        self.cache = Cache(model, -(-plan.kv_tokens // PAGE), PAGE, KV_NAMES[plan.kv_dtype])
         limits = Limits(plan.max_batch, plan.chunk, options.max_stall_ms / 1e3)
         self.vocab = min(self.tokenizer.size, model.vocab)
-        self.engine = Engine(self.decoder, self.cache, self.vocab, plan.ctx, self.tokenizer.ends(), limits, seed=options.seed)
+        self.replay = Replay(self.decoder, self.ops, plan.max_batch, -(-plan.ctx // PAGE) + 1)
+        self.engine = Engine(self.replay, self.cache, self.vocab, plan.ctx, self.tokenizer.ends(), limits, seed=options.seed)
         self._inbox: dict[str, deque[Output]] = {}
         self._ids = count()
 
@@ -166,7 +168,7 @@ class LLM:
         rows = []
         for at, tokens in zip(count(0, width), torch.tensor(list(token_ids)).split(width), strict=False):
             step = single(tokens, at, PAGE, torch.arange(tokens.shape[0]))
-            rows.append(self.decoder(step, cache)[:, :self.vocab].clone())
+            rows.append(self.replay(step, cache)[:, :self.vocab].clone())
         return torch.cat(rows)
 
     # -- what really runs -------------------------------------------------------------------------------------------------------------------

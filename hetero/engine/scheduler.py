@@ -127,7 +127,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []                  # in order of `key`
         self.running: list[Sequence] = []
         self.rows = list(range(limits.max_batch - 1, -1, -1))
-        self.preempted, self.reuse = 0, True               # reuse: whether cached pages say all that a sequence needs to go on
+        self.preempted = 0
 
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=lambda s: s.key)
@@ -205,7 +205,7 @@ class Scheduler:
         promised = sum(self._owed(s) for s in self.running)
         for sequence in self.waiting:
             table = sequence.table
-            limit = 0 if sequence.scoring or not self.reuse else sequence.length - 1       # the last token is always evaluated
+            limit = 0 if sequence.scoring else sequence.length - 1       # the last token is always evaluated
             match = self.pages.match(table, sequence.tokens[:sequence.length], limit)
             need = self.pages.need(sequence.length + 1, self.limits.chunk_tokens) - self.pages.shared(match)
             if need + promised + len(self.running) <= self.pages.available or not self.running:
@@ -214,8 +214,8 @@ class Scheduler:
                 if not sequence.admitted:
                     sequence.admitted, sequence.cached_tokens = True, sequence.computed
                     sequence.cache_miss = match.miss if sequence.computed == match.tokens else f"evicted@tok {sequence.computed}"
-                    if sequence.scoring or not self.reuse:
-                        sequence.cache_miss = "prompt_logprobs" if sequence.scoring else "this model keeps states, which no page holds"
+                    if sequence.scoring:
+                        sequence.cache_miss = "prompt_logprobs"
                 sequence.row = self.rows.pop()
                 self.running.append(sequence)
                 return sequence

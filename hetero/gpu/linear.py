@@ -10,7 +10,7 @@ import triton.language as tl
 from hetero.arch.spec import Act
 
 GROUP = 128                              # columns that share a scale
-_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def glu(act: Act, gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 I], gate | up -> [T, I]."""
     T, I = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(T, I, dtype=gate_up.dtype, device=gate_up.device)
-    _glu[(T, triton.cdiv(I, 1024))](gate_up, out, act.alpha, act.limit or 0.0, act.up_shift, I, KIND=_KINDS[act.kind], LIMIT=act.limit is not None,
+    _glu[(T, triton.cdiv(I, 1024))](gate_up, out, act.alpha, act.limit or 0.0, act.up_shift, I, KIND=KINDS[act.kind], LIMIT=act.limit is not None,
                                     BLOCK=1024, num_warps=4)
     return out
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from hetero.arch import spec
 from hetero.gpu.ops import Embed, Matrix, Norm, Ops, Row, Step
 from hetero.model.attention import Attention, Cache
-from hetero.model.delta import DeltaNet
 from hetero.model.ffn import Glu, Routed
 from hetero.model.mla import LatentAttention
 
@@ -16,8 +15,7 @@ from hetero.model.mla import LatentAttention
 class Block:
     """One layer. The residual's last addend travels on as `delta`, so that the next norm adds and norms in one go."""
 
-    def __init__(self, ops: Ops, layer: spec.Layer, norms: tuple[Norm, Norm], attention: Attention | LatentAttention | DeltaNet,
-                 ffn: Glu | Routed) -> None:
+    def __init__(self, ops: Ops, layer: spec.Layer, norms: tuple[Norm, Norm], attention: Attention | LatentAttention, ffn: Glu | Routed) -> None:
         self.ops, self.norm_after, self.scale = ops, layer.norm_after, layer.residual_scale
         (self.attn_norm, self.ffn_norm), self.attention, self.ffn = norms, attention, ffn
 
@@ -53,8 +51,7 @@ class Decoder:
             x, delta = block(x, delta, step, cache)
         assert delta is not None
         last = self.ops.rows(x, step.wanted), self.ops.rows(delta, step.wanted)
-        logits = self.head(self.norm.add(*last, self.blocks[-1].scale)[1])
-        return logits if self.model.logit_scale == 1.0 else logits * self.model.logit_scale
+        return self.head(self.norm.add(*last, self.blocks[-1].scale)[1])
 
     def diagnose(self, step: Step, cache: Cache) -> int | None:
         """The first layer whose output is not finite, by running the step again (it writes the same KV); None when it is the head, or nothing."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from cpu_kernels import Act, ExpertLayer, ExpertStore
-from cpu_kernels.team import Team
 from hetero.arch import spec
+from hetero.gpu.host import Host
 from hetero.gpu.ops import Row
 
 
@@ -22,18 +22,21 @@ def expert_layer(part: spec.MoE, store: ExpertStore, biases: Mapping[str, np.nda
 class OnCpu:
     """Experts computed by the team from packed records in system memory; activations already are there."""
 
-    def __init__(self, layer: ExpertLayer, team: Team, isa: str, deterministic: bool) -> None:
-        self.layer, self.team, self.isa, self.deterministic = layer, team, isa, deterministic
+    def __init__(self, layer: ExpertLayer, ops: Host, precision: str, deterministic: bool) -> None:
+        self.layer, self.ops, self.precision, self.deterministic = layer, ops, precision, deterministic
         self.out = torch.zeros(0)
 
     def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         self.out = torch.empty(x.shape)
-        self.layer.run(x.numpy(), ids.numpy(), weights.numpy(), self.out.numpy(), self.team, deterministic=self.deterministic)
+        arrays = x.numpy(), ids.numpy(), weights.numpy(), self.out.numpy()
+        if self.ops.recording:
+            self.ops.play(self.layer.prepared(*arrays, self.ops.team))
+        else:
+            self.layer.run(*arrays, self.ops.team, self.precision, self.deterministic)
 
     def finish(self) -> Tensor:
         return self.out
 
     def row(self) -> Row:
         store = self.layer.store
-        return Row("experts", "cpu", f"rows.{store.format.name}", store.format.name, store.experts * store.record_nbytes, self.isa,
-                   self.team.threads, self.team.cores)
+        return self.ops.tell("experts", f"rows.{store.format.name}", store.format.name, store.experts * store.record_nbytes)

@@ -197,7 +197,7 @@ def test_wrong_cores_threads_and_jobs_are_refused():
     @kernel
     def fraction(control, tid, threads, arguments):
         return 0.5
-    with pytest.raises(TypeError, match="job fraction returns float64"):
+    with pytest.raises(TypeError, match="kernel fraction returns float64"):
         team.address(fraction)
 
 

@@ -3,13 +3,16 @@
 Run alone with `python -m pytest tests/gpu/triton_cases.py` (TRITON_INTERPRET=1 without a GPU).
 """
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpu_kernels import ExpertStore
+from cpu_kernels import plain as twins
 from hetero.arch import spec
-from hetero.gpu import attention, linear, norm, plain, rope, router
+from hetero.gpu import attention, experts, linear, norm, plain, rope, router
 from hetero.gpu.ops import KV, LatentKV, Step
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")               # the interpreter computes with numpy, infinity included
@@ -257,3 +260,53 @@ def test_eight_bit_products_equal_those_with_the_dequantized_matrix(T, N, K):
         close(linear.gemv(x, w, None, None, torch.float32), x @ w.T, TIGHT)
     half = linear.gemm(x.to(HALF), codes, scales, None, torch.float32)
     close(half, x.to(HALF).float() @ real.T, 5e-3)
+
+
+EXPERTS = [
+    ("int4_g32", spec.Act(), True, False, "output"), ("int8_g32", spec.Act(), True, False, "output"), ("bf16", spec.Act(), True, False, "input"),
+    ("f32", spec.Act("silu", 1.702, 7.0, 1.0), True, True, "output"), ("int4_g32", spec.Act("relu2"), False, False, "output"),
+]
+
+
+@pytest.mark.parametrize("format,act,gated,biased,weight_on", EXPERTS)
+def test_experts_multiply_the_packed_bytes_as_their_twin(format, act, gated, biased, weight_on):
+    E, H, I, T, k = 5, 96, 72, 11, 2
+    rng = np.random.default_rng(1)
+    store = ExpertStore(format, E, H, I, gated)
+    for e in range(E):
+        gate, up, down = (rng.standard_normal(s, np.float32) / s[1] ** 0.5 for s in ((I, H), (I, H), (H, I)))
+        tag = {"dtype": "bf16"} if format == "bf16" else {}
+        gate, up, down = (twins.f32_to_bf16(w) if tag else w for w in (gate, up, down))
+        store.put(e, gate if gated else None, up, down, **tag)
+    biases = tuple(rng.standard_normal((E, n), np.float32) for n in (I, I, H)) if biased else None
+    x = torch.from_numpy(rng.standard_normal((T, H), np.float32))
+    ids = torch.from_numpy(rng.integers(-1, E, (T, k)).astype(np.int32))
+    ids[:3] = 2                                               # more than one tile of one expert, duplicates too
+    ids[ids == 4] = 0                                         # one expert that nobody wants
+    weights = torch.from_numpy(rng.random((T, k), np.float32))
+
+    def matrices(e):
+        return tuple(store.dequantize(e, n) if n != "gate" or gated else None for n in ("gate", "up", "down"))
+    want = torch.from_numpy(twins.moe(store.format, x.numpy(), ids.numpy(), weights.numpy(), matrices, (act.kind, act.alpha, act.limit, act.up_shift),
+                                      biases, weight_on, rounded=False)).float().to(DEVICE)
+    shape = experts.Shape(format, E, H, I, gated, act, weight_on, None if biases is None else tuple(torch.from_numpy(b).to(DEVICE) for b in biases))
+    records = torch.from_numpy(store.buffer).to(DEVICE)
+    for dtype, bound in ((torch.float32, 2e-5 if DEVICE == "cpu" else 1e-3), (HALF, 1e-2)):
+        groups = experts.group(ids.to(DEVICE), weights.to(DEVICE), E)
+        product = experts.Product(shape, x.to(DEVICE, dtype), groups)
+        product.h.fill_(float("nan"))
+        product.y.fill_(float("nan"))
+        product.run(records, 0, E)
+        close(product.out(), want, bound)
+    n = store.record_nbytes
+    ring = torch.zeros(2 * n, dtype=torch.uint8, device=DEVICE)
+    product = experts.Product(shape, x.to(DEVICE), groups)
+    for first in range(0, E, 2):                              # a ring slot of two experts
+        part = records[first * n:(first + 2) * n]
+        ring[:part.shape[0]] = part
+        product.run(ring, first, min(2, E - first))
+    close(product.out(), want, 1e-3)
+    order = torch.tensor([3, 1, 4, 0, 2], dtype=torch.int32, device=DEVICE)      # slots in another order
+    product = experts.Product(shape, x.to(DEVICE), groups)
+    product.run(records.view(E, n)[order.long().argsort()].flatten(), 0, E, order)
+    close(product.out(), want, 1e-3)

@@ -1,0 +1,234 @@
+"""Attention over KV pages as jobs of a team: grouped queries with windows and sinks, and MLA in its latent space.
+
+Keys and values are in their pages already (`heads`). A token's result is the same bits alone, in any chunk, among any neighbours and for any
+number of threads; `pages` says why. Knows addresses and counts; no norm, no rotation and no model.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from . import cpu, lanes
+from .atoms import add, load32, peek, peek_f64, poke, poke_f32
+from .jit import address as machine_code
+from .jit import kernel
+from .jobs import barrier, claims, share
+from .operands import ready
+from .pages import (
+    CODE,
+    COUNT,
+    HEAD,
+    HEADS,
+    KEY_SCALES,
+    KEY_WIDTH,
+    KEYS,
+    KIND,
+    POSITIONS,
+    QUERIES,
+    ROOM,
+    RUNNING,
+    SCALE,
+    STATE,
+    SUMS,
+    TABLE,
+    VALUE_SCALES,
+    VALUE_WIDTH,
+    VALUES,
+    WINDOW,
+    block_of,
+    block_tokens,
+    blocks_of,
+    finish,
+    lay,
+    padded,
+    partial_bytes,
+    reset,
+    run_block,
+    sweep,
+    tile_bytes,
+)
+from .spans import F32_KIND, ROWS, spans
+from .team import Prepared
+
+MOST_ROWS = 32                                       # of a tile of several tokens: queries that share widened pages
+
+# operands of both jobs, behind the address of the reals: where the step's tokens stand, then how the pages lie
+(_Q, _STRIDE, _TOKENS, _SEQUENCES, _AT, _STARTS, _LENGTHS, _TABLE, _TABLE_WIDTH, _PAGE_SIZE, _KEYS, _VALUES, _KEY_SCALES, _VALUE_SCALES, _KIND,
+ _OUT, _SCRATCH, _CODE, _HEADS, _GROUPS, _DIM, _WINDOW, _SINKS) = (8 * i for i in range(1, 24))
+
+
+class Scratch:
+    """Memory that attention jobs of one team work in, one job at a time; jobs hold its address and find what it has grown to.
+
+    `context`: the longest sequence; beyond it, long sequences are not split over threads."""
+
+    def __init__(self, threads: int, context: int) -> None:
+        self.threads, self.context = threads, context
+        self.words = np.zeros(4, np.int64)           # per thread: address, bytes; partial results: address, bytes
+        self.address = int(self.words.ctypes.data)
+        self._keep: list[Any] = [None, None]
+
+    def fit(self, rows: int, key_width: int, value_width: int, page_size: int) -> None:
+        """Room for tiles of that size; never less than it was."""
+        splits = 2 * self.threads * -(-self.context // block_tokens(page_size)) if self.threads > 1 else 0
+        one = tile_bytes(rows, padded(key_width), padded(value_width), page_size)
+        for i, each, count in ((0, one, self.threads), (1, partial_bytes(rows, padded(value_width)), splits)):
+            have = self.words[2 * i + 1] if i == 0 else 0
+            size = each * count
+            if (i == 0 and each > have) or (i == 1 and size > self.words[3]):
+                memory = np.zeros(size + 64, np.uint8)
+                self._keep[i] = memory
+                self.words[2 * i:2 * i + 2] = memory.ctypes.data + (-memory.ctypes.data % 64), each if i == 0 else size
+
+
+@kernel(inner=True)
+def tiles_of(arguments: int, many: int) -> int:
+    """Tiles of `many` tokens in all sequences."""
+    starts = peek(arguments + _STARTS)
+    tiles = 0
+    for s in range(peek(arguments + _SEQUENCES)):
+        tiles += (load32(starts + 4 * s + 4) - load32(starts + 4 * s) + many - 1) // many
+    return tiles
+
+
+@kernel(inner=True)
+def longest(arguments: int) -> int:
+    length = 0
+    for s in range(peek(arguments + _SEQUENCES)):
+        length = max(length, load32(peek(arguments + _LENGTHS) + 4 * s))
+    return length
+
+
+@kernel(inner=True)
+def place(arguments: int, tile: int, number: int, many: int) -> tuple[int, int]:
+    """Points a tile at the pages of the sequence that tile `number` belongs to. Returns its first token's row, and its tokens."""
+    starts = peek(arguments + _STARTS)
+    s = 0
+    tiles = (load32(starts + 4) - load32(starts) + many - 1) // many
+    while number >= tiles:
+        number -= tiles
+        s += 1
+        tiles = (load32(starts + 4 * s + 4) - load32(starts + 4 * s) + many - 1) // many
+    first = load32(starts + 4 * s) + number * many
+    poke(tile + TABLE, peek(arguments + _TABLE) + 4 * s * peek(arguments + _TABLE_WIDTH))
+    poke(tile + CODE, peek(arguments + _CODE))
+    poke(tile + KEYS, peek(arguments + _KEYS))
+    poke(tile + VALUES, peek(arguments + _VALUES))
+    poke(tile + KEY_SCALES, peek(arguments + _KEY_SCALES))
+    poke(tile + VALUE_SCALES, peek(arguments + _VALUE_SCALES))
+    poke(tile + KIND, peek(arguments + _KIND))
+    poke(tile + WINDOW, peek(arguments + _WINDOW))
+    poke_f32(tile + SCALE, np.float32(peek_f64(peek(arguments))))
+    return first, min(many, load32(starts + 4 * s + 4) - first)
+
+
+@functools.cache
+def grouped(body: str) -> Any:
+    """The job of grouped-query attention for one instruction set."""
+    widen = spans(body).widen
+    _, join, whole = sweep(body)
+
+    @kernel(key=body, inner=True)
+    def load(arguments: int, tile: int, task: int, many: int) -> int:
+        """Fills a tile with the queries of task number `task`: some tokens of one sequence, one kv head. Returns the first token's row."""
+        kv_heads, dim = peek(arguments + _GROUPS), peek(arguments + _DIM)
+        group, wide = peek(arguments + _HEADS) // kv_heads, (dim + 15) & -16
+        lay(tile, (many * group + ROWS - 1) // ROWS * ROWS, wide, wide, peek(arguments + _PAGE_SIZE))
+        first, count = place(arguments, tile, task // kv_heads, many)
+        kv_head = task % kv_heads
+        poke(tile + HEADS, kv_heads)
+        poke(tile + HEAD, kv_head)
+        poke(tile + KEY_WIDTH, dim)
+        poke(tile + VALUE_WIDTH, dim)
+        poke(tile + COUNT, count * group)
+        for t in range(count):
+            source = peek(arguments + _Q) + 4 * ((first + t) * peek(arguments + _STRIDE) + kv_head * group * dim)
+            for g in range(group):
+                row = t * group + g
+                poke(peek(tile + POSITIONS) + 8 * row, load32(peek(arguments + _AT) + 4 * (first + t)))
+                widen(source + 4 * g * dim, peek(tile + QUERIES) + 4 * row * wide, dim, F32_KIND)
+        return first
+
+    @kernel(key=body, inner=True)
+    def answer(arguments: int, tile: int, task: int, first: int) -> None:
+        heads, dim, kv_head = peek(arguments + _HEADS), peek(arguments + _DIM), task % peek(arguments + _GROUPS)
+        group, sinks = heads // peek(arguments + _GROUPS), peek(arguments + _SINKS)
+        for row in range(peek(tile + COUNT)):
+            head = kv_head * group + row % group
+            finish(tile, row, peek(arguments + _OUT) + 4 * ((first + row // group) * heads + head) * dim, dim, sinks + 4 * head if sinks != 0 else 0)
+
+    @kernel(key=body, inner=True)
+    def joined(arguments: int, tile: int, task: int, many: int, blocks: int, room: int) -> None:
+        """One task from the partial results of its blocks."""
+        first = load(arguments, tile, task, many)
+        reset(tile, peek(tile + RUNNING), peek(tile + RUNNING) + peek(tile + ROOM))
+        low, high = blocks_of(tile)
+        for number in range(low, high):
+            partial = peek(peek(arguments + _SCRATCH) + 16) + (task * blocks + number) * room
+            join(tile, partial, partial + peek(tile + ROOM))
+        answer(arguments, tile, task, first)
+
+    @kernel(key=body, inner=True)
+    def attend(control: int, tid: int, threads: int, arguments: int) -> int:
+        """Every task by whoever is free: whole, or block by block when tasks are few and long."""
+        scratch, kv_heads = peek(arguments + _SCRATCH), peek(arguments + _GROUPS)
+        tile, group = peek(scratch) + tid * peek(scratch + 8), peek(arguments + _HEADS) // kv_heads
+        size = peek(arguments + _PAGE_SIZE)
+        many = 1 if peek(arguments + _TOKENS) == peek(arguments + _SEQUENCES) else max(1, MOST_ROWS // group)
+        per = block_of(size)
+        tasks, blocks = tiles_of(arguments, many) * kv_heads, (longest(arguments) + per - 1) // per
+        room = partial_bytes((many * group + ROWS - 1) // ROWS * ROWS, (peek(arguments + _DIM) + 15) & -16)
+        split = threads > 1 and blocks > 1 and tasks < 2 * threads and tasks * blocks * room <= peek(scratch + 24)
+        items = tasks * blocks if split else tasks
+        for k in range(threads):
+            owner = (tid + k) % threads
+            lo, hi = share(items, owner, threads)
+            counter = claims(control, tid, owner, 0)
+            item = lo + add(counter, 1)
+            while item < hi:
+                if split:
+                    load(arguments, tile, item // blocks, many)
+                    low, high = blocks_of(tile)
+                    if low <= item % blocks < high:
+                        poke(tile + STATE, peek(scratch + 16) + item * room)
+                        poke(tile + SUMS, peek(tile + STATE) + peek(tile + ROOM))
+                        run_block(peek(tile + CODE), tile, item % blocks)
+                else:
+                    first = load(arguments, tile, item, many)
+                    whole(tile)
+                    answer(arguments, tile, item, first)
+                item = lo + add(counter, 1)
+        if split:
+            if not barrier(control, tid, threads):
+                return 0
+            lo, hi = share(tasks, tid, threads)
+            for task in range(lo, hi):
+                joined(arguments, tile, task, many, blocks, room)
+        return 0
+
+    return attend
+
+
+@functools.cache
+def _grouped() -> tuple[Any, int]:
+    body = lanes.body_of(cpu.isa())
+    return grouped(body), machine_code(sweep(body).block, 2)
+
+
+def attend(q: int, stride: int, tokens: int, sequences: int, positions: int, starts: int, lengths: int, table: int, table_width: int,
+           page_size: int, keys: int, values: int, key_scales: int, value_scales: int, kind: int, out: int, heads: int, kv_heads: int, dim: int,
+           window: int, sinks: int, scale: float, scratch: Scratch, keep: Any = None) -> Prepared:
+    """Grouped-query attention, prepared: addresses and counts.
+
+    q float32: token t's heads start at q + 4 * t * stride; positions int32 [T]; starts int32 [S + 1]; lengths int32 [S], tokens of a sequence
+    after this step; table int32 [S, table_width]; keys, values [pages, kv_heads, page_size, dim] of `kind` (heads.KV_TYPES), scales
+    float32 [pages, kv_heads, page_size] or 0; out float32 [T, heads * dim]; window: tokens seen, 0 for all; sinks float32 [heads] or 0."""
+    if heads % kv_heads or page_size % 2:
+        raise ValueError(f"heads: {heads} for {kv_heads} kv heads" if heads % kv_heads else f"page_size: {page_size} is odd")
+    group = heads // kv_heads
+    scratch.fit(-(-max(1, MOST_ROWS // group) * group // ROWS) * ROWS, dim, dim, page_size)
+    job, code = _grouped()
+    return ready(job, [
+        q, stride, tokens, sequences, positions, starts, lengths, table, table_width, page_size, keys, values, key_scales, value_scales, kind,
+        out, scratch.address, code, heads, kv_heads, dim, window, sinks], [scale], (scratch, keep))

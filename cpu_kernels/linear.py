@@ -1,0 +1,180 @@
+"""`Linear`: a dense matrix in any of the formats times rows of activations, shared out to a team. Knows no model and no device.
+
+One job: activations into the format's partner where it has one, then tasks of up to four row blocks for one token, or of one row block for up
+to eight tokens at once. A token's result is the same bits whatever the other tokens and the number of threads are.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from . import cpu, ffn, lanes, plain, rows
+from .atoms import add, peek, poke
+from .ffn import peek32, poke32
+from .formats import COLS, ROWS, Format, format_of, padded
+from .jit import kernel
+from .jobs import barrier, claims, share
+from .operands import ready
+from .store import aligned
+from .team import Prepared, Team
+
+Array = np.ndarray[Any, Any]
+_walk, _take = lanes.invoke(4), lanes.invoke(4)
+_REAL = lanes.vec(lanes.F32, 16)
+_copy16 = lanes.op(2, lambda b, to, of: lanes.store(b, lanes.load(b, of, _REAL, 0, 4), to, 0, 4))
+_add16 = lanes.op(2, lambda b, to, of: lanes.store(b, b.fadd(lanes.load(b, to, _REAL, 0, 4), lanes.load(b, of, _REAL, 0, 4)), to, 0, 4))
+# a thread's block: streams' addresses of this task and the next (64 B), activations' addresses (64 B), 32 float32 of input, sums
+_WHERE, _ACTS, _VALUES, _SUMS = 0, 64, 128, 256
+SPARE_NBYTES = 256 + 64 * 8
+WALKS = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (1, 8))          # (streams, tokens)
+
+# words of the operands, behind that of the reals
+(X, T, K_, N_, OUT, BASE, ROW, TILES, BIAS, ACTS, STEP, SPARE, TAKE, ONE1, ONE2, ONE4, MANY2, MANY4, MANY8) = (8 * i for i in range(1, 20))
+
+
+@kernel
+def take_inputs(a: int, tid: int, threads: int, spare: int) -> None:
+    """This thread's share of the activation blocks of x."""
+    x, K, tiles, step = peek(a + X), peek(a + K_), peek(a + TILES), peek(a + STEP)
+    lo, hi = share(peek(a + T) * tiles, tid, threads)
+    for i in range(lo, hi):
+        t = i // tiles
+        for g in range(2):
+            ffn.load32(x + 4 * t * K, 0, (i - t * tiles) * COLS + 32 * g, K, spare + _VALUES)
+            _take(peek(a + TAKE), spare + _VALUES, spare + _VALUES + 64, peek(a + ACTS) + i * step, g)
+
+
+@kernel
+def give(a: int, t: int, block: int, sums: int) -> None:
+    """16 sums of row block `block`, with the bias, to token t's row of the output."""
+    N, bias = peek(a + N_), peek(a + BIAS)
+    first = ROWS * block
+    out = peek(a + OUT) + 4 * (t * N + first)
+    if bias != 0:
+        _add16(sums, bias + 4 * first)
+    if first + ROWS <= N:
+        _copy16(out, sums)
+    else:
+        for i in range(N - first):
+            poke32(out + 4 * i, peek32(sums + 4 * i))
+
+
+@kernel
+def multiply(a: int, first: int, count: int, t: int, tokens: int, after: int, spare: int) -> None:
+    """`count` row blocks from `first` on (1, 2 or 4) for one token, or one for 2, 4 or 8 tokens; the last token stands in for those there are not."""
+    row, tiles, base = peek(a + ROW), peek(a + TILES), peek(a + BASE)
+    stride = tiles * peek(a + STEP)
+    for s in range(count):
+        poke(spare + _WHERE + 8 * s, base + (first + s) * row)
+        poke(spare + _WHERE + 32 + 8 * s, base + (after + s) * row)
+    width = 1 if tokens == 1 else 2 if tokens == 2 else 4 if tokens <= 4 else 8
+    for i in range(max(count, width)):
+        poke(spare + _ACTS + 8 * i, peek(a + ACTS) + (t + min(i, tokens - 1)) * stride)
+    if tokens == 1:
+        code = ONE1 if count == 1 else ONE2 if count == 2 else ONE4
+    else:
+        code = MANY2 if width == 2 else MANY4 if width == 4 else MANY8
+    _walk(peek(a + code), spare + _WHERE, spare + _ACTS, spare + _SUMS, tiles)
+    for i in range(max(count, tokens)):
+        give(a, t + i if tokens > 1 else t, first + i if count > 1 else first, spare + _SUMS + 64 * i)
+
+
+@kernel
+def task(a: int, number: int, blocks: int, each: int, spare: int) -> None:
+    """Row blocks number * each .. of all tokens: the weights of a block stay near while tokens pass."""
+    tokens = peek(a + T)
+    first = number * each
+    last = min(first + each, blocks)
+    after = last if last + each <= blocks else max(blocks - each, 0)
+    if tokens == 1:
+        while first < last:
+            count = 4 if last - first >= 4 else 2 if last - first >= 2 else 1
+            multiply(a, first, count, 0, 1, min(after, blocks - count), spare)
+            first += count
+        return
+    for block in range(first, last):
+        for t in range(0, tokens, 8):
+            multiply(a, block, 1, t, min(8, tokens - t), min(block + 1, blocks - 1), spare)
+
+
+@kernel
+def job(control: int, tid: int, threads: int, a: int) -> int:
+    spare = peek(a + SPARE) + tid * SPARE_NBYTES
+    if peek(a + TAKE) != 0:
+        take_inputs(a, tid, threads, spare)
+        if not barrier(control, tid, threads):
+            return 0
+    blocks = (peek(a + N_) + ROWS - 1) // ROWS
+    each = 4 if blocks >= 8 * threads else 1
+    n = (blocks + each - 1) // each
+    for k in range(threads):
+        owner = (tid + k) % threads
+        lo, hi = share(n, owner, threads)
+        counter = claims(control, tid, owner, 0)
+        t = lo + add(counter, 1)
+        while t < hi:
+            task(a, t, blocks, each, spare)
+            t = lo + add(counter, 1)
+    return 0
+
+
+class Linear:
+    """W [rows, cols] packed in `format`. `buffer`: uint8 of at least `nbytes`, 64 B aligned; without one the matrix allocates. `exact`: activations
+    stay float32 whatever the format's partner is."""
+
+    def __init__(self, format: str | Format, rows_: int, cols: int, buffer: Array | None = None, exact: bool = False, isa: str | None = None) -> None:
+        self.format, self.rows, self.cols, self.exact = format_of(format), rows_, cols, exact
+        for name, n in (("rows", rows_), ("cols", cols)):
+            if n < 1:
+                raise ValueError(f"{name}: {n}, at least 1 is needed")
+        self.nbytes = self.format.nbytes(rows_, cols)
+        self.data = aligned(self.nbytes) if buffer is None else buffer[:self.nbytes]
+        if self.data.dtype != np.uint8 or self.data.nbytes < self.nbytes or self.data.ctypes.data % 64:
+            raise ValueError(f"buffer: {self.data.nbytes} B of {self.data.dtype}; {self.nbytes} B of uint8 at a multiple of 64 are needed")
+        self.body = lanes.body_of(cpu.isa(isa))
+        self.step = rows.block_nbytes(self.format, exact)
+        self.direct = rows.is_float(self.format, exact) and cols % COLS == 0      # rows of x already are activation blocks
+        self._walks = [0] * len(WALKS)
+        self._take = 0 if self.direct else ffn.take(self.format.name, self.body, exact)
+
+    def put(self, w: Array, dtype: str | None = None) -> None:
+        """Quantizes a float matrix [rows, cols] in place: float32, float16, or uint16 with dtype="bf16"."""
+        if w.shape != (self.rows, self.cols):
+            raise ValueError(f"w: shape {w.shape}, expected {(self.rows, self.cols)}")
+        tag = dtype or {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16"}.get(w.dtype, "")
+        if tag not in ("f32", "f16", "bf16"):
+            raise TypeError(f"w: dtype {w.dtype} with tag {dtype!r}; float32, float16, or uint16 with dtype=\"bf16\" are taken")
+        block = max(ROWS, (1 << 22) // self.cols // ROWS * ROWS)                  # bounds the scratch
+        for lo in range(0, self.rows, block):
+            part = w[lo:lo + block]
+            values = (part, None) if tag == "bf16" == self.format.name else plain.quantize(self.format, plain.as_f32(part, tag))
+            packed = plain.pack(self.format, *values).reshape(-1)
+            at = self.format.nbytes(lo, self.cols)
+            self.data[at:at + packed.size] = packed
+
+    def dequantize(self) -> Array:
+        """float64 [rows, cols]: what the kernels multiply by."""
+        return plain.dequantize(self.format, self.data, self.rows, self.cols)
+
+    def prepared(self, x: int, tokens: int, out: int, threads: int, bias: int = 0, keep: Any = None) -> Prepared:
+        """y = x W^T + bias as a job over addresses: x float32 [tokens, cols], out float32 [tokens, rows], bias float32 [rows padded to 16] or 0."""
+        widths = {1 << (n - 1).bit_length() for n in (min(tokens, 8), tokens % 8) if n}
+        for i, (streams, m) in enumerate(WALKS):
+            if m in widths and (streams == 1 or tokens == 1) and not self._walks[i]:
+                self._walks[i] = rows.walk(self.format.name, self.body, self.exact, streams, m)
+        tiles = padded(self.cols, COLS) // COLS
+        room = aligned(threads * SPARE_NBYTES + (0 if self.direct else tokens * tiles * self.step))
+        spare = int(room.__array_interface__["data"][0])
+        acts = x if self.direct else spare + threads * SPARE_NBYTES
+        base = int(self.data.__array_interface__["data"][0])
+        return ready(job, [x, tokens, self.cols, self.rows, out, base, tiles * self.format.tile_nbytes, tiles, bias, acts, self.step, spare,
+                           self._take, *self._walks], keep=(self, room, keep))
+
+    def run(self, x: Array, out: Array, team: Team, bias: Array | None = None) -> None:
+        """x float32 [T, cols], out float32 [T, rows], bias float32 [rows padded to a multiple of 16]; all C-contiguous."""
+        for name, a, shape in (("x", x, (x.shape[0], self.cols)), ("out", out, (x.shape[0], self.rows)),
+                               ("bias", bias, (padded(self.rows, ROWS),))):
+            if a is not None and (a.dtype != np.float32 or a.shape != shape or not a.flags.c_contiguous):
+                raise ValueError(f"{name}: {a.dtype} {a.shape}, expected contiguous float32 {shape}")
+        if x.shape[0]:
+            team.run(self.prepared(x.ctypes.data, x.shape[0], out.ctypes.data, team.threads, 0 if bias is None else bias.ctypes.data, (x, out, bias)))

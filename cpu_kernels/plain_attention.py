@@ -1,0 +1,66 @@
+"""Numpy twins, in float64, of the arithmetic between matrices and of attention over pages: norms, rotation, router, GQA and MLA. Slow and obvious."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def norm(x: Array, weight: Array, eps: float, bias: Array | None = None) -> Array:
+    """RMSNorm over the last dimension; LayerNorm where there is a bias."""
+    x = x.astype(np.float64)
+    if bias is not None:
+        x = x - x.mean(-1, keepdims=True)
+    y = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    return y if bias is None else y + bias
+
+
+def rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+    """x [..., D], cos and sin [..., dim / 2]: turns the first dim numbers."""
+    dim = 2 * cos.shape[-1]
+    out = x.astype(np.float64)
+    first, second = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(0, dim // 2), slice(dim // 2, dim))
+    a, b = out[..., first].copy(), out[..., second].copy()
+    out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+def attend(q: Array, k: Array, v: Array, positions: Array, scale: float, window: int | None = None, sinks: Array | None = None) -> Array:
+    """q [T, heads, D] at positions [T]; k [L, kv_heads, D], v [L, kv_heads, D'] at 0..L-1 -> [T, heads, D']. A sink weighs nothing."""
+    group = q.shape[1] // k.shape[1]
+    out = np.zeros((*q.shape[:2], v.shape[2]))
+    for t, at in enumerate(positions):
+        first = 0 if window is None else max(0, at - window + 1)
+        for h in range(q.shape[1]):
+            scores = k[first:at + 1, h // group].astype(np.float64) @ q[t, h] * scale
+            top = scores.max() if sinks is None else max(scores.max(), sinks[h])
+            weights = np.exp(scores - top)
+            total = weights.sum() + (0.0 if sinks is None else math.exp(sinks[h] - top))
+            out[t, h] = weights @ v[first:at + 1, h // group] / total
+    return out
+
+
+def route(logits: Array, top_k: int, score: str, renormalize: bool, scale: float, correction: Array | None = None, groups: int = 1,
+          top_groups: int = 1, group_score: str = "max") -> tuple[Array, Array]:
+    """softmax, sigmoid and topk_softmax routers: ids [T, k], weights [T, k]; equal scores go to the lower id."""
+    x = logits.astype(np.float64)
+    e = np.exp(x - x.max(-1, keepdims=True))
+    values = e / e.sum(-1, keepdims=True) if score == "softmax" else 1 / (1 + np.exp(-x)) if score == "sigmoid" else x
+    pick = values if correction is None else values + correction
+    if groups > 1:
+        parts = np.sort(pick.reshape(len(x), groups, -1), -1)
+        best = parts[..., -1] if group_score == "max" else parts[..., -2:].sum(-1)
+        keep = np.argsort(-best, -1, kind="stable")[:, :top_groups]
+        allowed = np.zeros((len(x), groups), bool)
+        np.put_along_axis(allowed, keep, True, -1)
+        pick = np.where(np.repeat(allowed, x.shape[1] // groups, -1), pick, -np.inf)
+    ids = np.argsort(-pick, -1, kind="stable")[:, :top_k]
+    weights = np.take_along_axis(values, ids, -1)
+    if score == "topk_softmax":
+        weights = np.exp(weights - weights.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return ids.astype(np.int32), weights * scale

@@ -1,0 +1,264 @@
+"""Routed experts on the GPU in Triton: a grouped product that reads the CPU kernels' packed tiles; knows not where they came from.
+
+Rows are (token, expert) pairs sorted by expert, so that a program works on BM rows of one expert. Everything is decided on the device from the
+router's ids: nothing waits for the host, and a step can be captured. The tiles are those of `cpu_kernels.rows`: 16 rows x 64 columns.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from cpu_kernels import FORMATS
+from hetero.arch.spec import Act
+from hetero.gpu.linear import KINDS, activated
+
+CODES = {"f32": 0, "bf16": 1, "int8_g32": 2, "int4_g32": 3}
+
+
+@triton.jit
+def _halves(tiles, n, KT, kt, live, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """Columns 64 kt .. + 31 and + 32 .. + 63 of rows n [BN] as two [BN, 32] of `dtype`; `tiles` is the matrix's first byte."""
+    k = tl.arange(0, 32)[None, :]
+    at = (n // 16) * KT + kt
+    r = (n % 16)[:, None]
+    m = live[:, None]
+    if FORMAT == 3:
+        base = tiles + at * 576
+        s = base.to(tl.pointer_type(tl.float16)) + n % 16
+        s0 = tl.load(s, mask=live, other=0.0).to(tl.float32)[:, None]
+        s1 = tl.load(s + 16, mask=live, other=0.0).to(tl.float32)[:, None]
+        b = tl.load(base[:, None] + 64 + (k // 4) * 64 + r * 4 + k % 4, mask=m, other=0).to(tl.int32)
+        lo = ((b & 15) - 8).to(tl.float32) * s0
+        hi = ((b >> 4) - 8).to(tl.float32) * s1
+    elif FORMAT == 2:
+        base = tiles + at * 1088
+        s = base.to(tl.pointer_type(tl.uint16)) + n % 16
+        s0 = (tl.load(s, mask=live, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None]
+        s1 = (tl.load(s + 16, mask=live, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None]
+        q = base[:, None].to(tl.pointer_type(tl.int8)) + 64 + (k // 4) * 64 + r * 4 + k % 4
+        lo = tl.load(q, mask=m, other=0).to(tl.float32) * s0
+        hi = tl.load(q + 512, mask=m, other=0).to(tl.float32) * s1
+    elif FORMAT == 1:
+        w = (tiles + at * 2048)[:, None].to(tl.pointer_type(tl.uint16)) + (k // 2) * 32 + r * 2 + k % 2
+        lo = (tl.load(w, mask=m, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        hi = (tl.load(w + 512, mask=m, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        f = (tiles + at * 4096)[:, None].to(tl.pointer_type(tl.float32)) + k * 16 + r
+        lo = tl.load(f, mask=m, other=0.0)
+        hi = tl.load(f + 512, mask=m, other=0.0)
+    return lo.to(dtype), hi.to(dtype)
+
+
+@triton.jit
+def _place(starts, tiles, first, count, BM: tl.constexpr):
+    """(expert, its first row, end of its rows) of this program's tile among experts first .. first + count - 1; expert -1: none left."""
+    i = tl.program_id(1) + tl.load(tiles + first)
+    e = -1
+    row = 0
+    end = 0
+    if i < tl.load(tiles + first + count):
+        lo = first
+        hi = first + count
+        while hi - lo > 1:
+            mid = (lo + hi) // 2
+            if tl.load(tiles + mid) <= i:
+                lo = mid
+            else:
+                hi = mid
+        e = lo
+        row = tl.load(starts + e) + (i - tl.load(tiles + e)) * BM
+        end = tl.load(starts + e + 1)
+    return e, row, end
+
+
+@triton.jit
+def _up(x, tokens, pair_weights, records, slots, starts, tiles, gate_bias, up_bias, h, first, count, RECORD, UP, H, I, KT, alpha, limit, shift, top_k,
+        BN: tl.constexpr, BM: tl.constexpr, FORMAT: tl.constexpr, SLOTS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+        LIMIT: tl.constexpr, WEIGH: tl.constexpr):
+    """h[row, i] = act(gate) * up for the rows of one expert: both products share the activations, which are gathered by token."""
+    e, row, end = _place(starts, tiles, first, count, BM)
+    if e >= 0:
+        m = row + tl.arange(0, BM)
+        ok = m < end
+        pair = tl.load(tokens + m, mask=ok, other=0)
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
+        live = n < I
+        slot = tl.load(slots + e) if SLOTS else e - first
+        base = records + slot.to(tl.int64) * RECORD + tl.zeros((BN,), tl.int64)
+        k = tl.arange(0, 32)[:, None]
+        xp = x + (pair // top_k).to(tl.int64)[None, :] * H + k
+        up = tl.zeros((BN, BM), tl.float32)
+        gate = tl.zeros((BN, BM), tl.float32)
+        for kt in range(KT):
+            c = kt * 64 + k
+            x0 = tl.load(xp + kt * 64, mask=ok[None, :] & (c < H), other=0.0)
+            x1 = tl.load(xp + kt * 64 + 32, mask=ok[None, :] & (c + 32 < H), other=0.0)
+            w0, w1 = _halves(base + UP, n, KT, kt, live, x0.dtype, FORMAT)
+            up = tl.dot(w1, x1, tl.dot(w0, x0, up, input_precision="ieee"), input_precision="ieee")
+            if GATED:
+                g0, g1 = _halves(base, n, KT, kt, live, x0.dtype, FORMAT)
+                gate = tl.dot(g1, x1, tl.dot(g0, x0, gate, input_precision="ieee"), input_precision="ieee")
+        if WEIGH:
+            w = tl.load(pair_weights + pair, mask=ok, other=0.0)[None, :]
+            up *= w
+            gate *= w
+        if BIAS:
+            up += tl.load(up_bias + e * I + n, mask=live, other=0.0)[:, None]
+            if GATED:
+                gate += tl.load(gate_bias + e * I + n, mask=live, other=0.0)[:, None]
+        if GATED:
+            if LIMIT:
+                gate = tl.minimum(gate, limit)
+                up = tl.minimum(tl.maximum(up, -limit), limit)
+            y = activated(gate, KIND, alpha) * (up + shift)
+        else:
+            y = activated(up, KIND, alpha)
+        tl.store(h + m.to(tl.int64)[None, :] * I + n[:, None], y.to(h.dtype.element_ty), mask=ok[None, :] & live[:, None])
+
+
+@triton.jit
+def _down(h, records, slots, starts, tiles, bias, y, first, count, RECORD, DOWN, H, I, KT, BN: tl.constexpr, BM: tl.constexpr, FORMAT: tl.constexpr,
+          SLOTS: tl.constexpr, BIAS: tl.constexpr):
+    """y[row, :] = h[row, :] W_down^T + bias."""
+    e, row, end = _place(starts, tiles, first, count, BM)
+    if e >= 0:
+        m = row + tl.arange(0, BM)
+        ok = m < end
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
+        live = n < H
+        slot = tl.load(slots + e) if SLOTS else e - first
+        base = records + slot.to(tl.int64) * RECORD + DOWN + tl.zeros((BN,), tl.int64)
+        k = tl.arange(0, 32)[:, None]
+        hp = h + m.to(tl.int64)[None, :] * I + k
+        acc = tl.zeros((BN, BM), tl.float32)
+        for kt in range(KT):
+            c = kt * 64 + k
+            h0 = tl.load(hp + kt * 64, mask=ok[None, :] & (c < I), other=0.0)
+            h1 = tl.load(hp + kt * 64 + 32, mask=ok[None, :] & (c + 32 < I), other=0.0)
+            w0, w1 = _halves(base, n, KT, kt, live, h0.dtype, FORMAT)
+            acc = tl.dot(w1, h1, tl.dot(w0, h0, acc, input_precision="ieee"), input_precision="ieee")
+        if BIAS:
+            acc += tl.load(bias + e * H + n, mask=live, other=0.0)[:, None]
+        tl.store(y + m.to(tl.int64)[None, :] * H + n[:, None], acc.to(y.dtype.element_ty), mask=ok[None, :] & live[:, None])
+
+
+@triton.jit
+def _combine(y, place, weights, ids, out, H, K: tl.constexpr, BLOCK: tl.constexpr, WEIGH: tl.constexpr):
+    """out[t] = sum over the token's experts in the router's order; pairs that are nobody's (-1) add nothing."""
+    t = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = o < H
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for i in range(K):
+        if tl.load(ids + t * K + i) >= 0:
+            row = tl.load(place + t * K + i).to(tl.int64)
+            v = tl.load(y + row * H + o, mask=inside, other=0.0).to(tl.float32)
+            acc += v * tl.load(weights + t * K + i) if WEIGH else v
+    tl.store(out + t * H + o, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _count_tiles(starts, tiles, E, BE: tl.constexpr, BM: tl.constexpr):
+    """tiles[e] = blocks of BM rows of the experts before e, from the first rows `starts`."""
+    e = tl.arange(0, BE)
+    rows = tl.load(starts + e + 1, mask=e < E, other=0) - tl.load(starts + e, mask=e < E, other=0)
+    blocks = (rows + BM - 1) // BM
+    tl.store(tiles + e + 1, tl.cumsum(tl.where(e < E, blocks, 0), 0), mask=e < E)
+    tl.store(tiles + e, tl.zeros((BE,), tl.int32), mask=e == 0)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's experts as the kernels see them. Biases float32 on the device, [E, I] (gate may be None) and [E, H]."""
+
+    format: str
+    experts: int
+    hidden: int
+    inter: int
+    gated: bool
+    act: Act
+    weight_on: str = "output"
+    biases: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def record_nbytes(self) -> int:
+        return FORMATS[self.format].expert_nbytes(self.hidden, self.inter, self.gated)
+
+    @property
+    def section_nbytes(self) -> int:
+        """Bytes of gate, and of up: rows padded to 64."""
+        return FORMATS[self.format].nbytes(-(-self.inter // 64) * 64, self.hidden)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Pairs of one step sorted by expert. pairs [n] int32: pair index t * k + j by row; place [n] int32: the row of a pair; starts, tiles [E + 1]."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    pairs: torch.Tensor
+    place: torch.Tensor
+    starts: torch.Tensor
+    tiles: torch.Tensor
+    block: int
+
+
+def block_for(pairs: int, experts: int) -> int:
+    """Rows of a tile: as many as an expert can be expected to have."""
+    return 16 if pairs <= 16 * experts else 32 if pairs <= 48 * experts else 64 if pairs <= 96 * experts else 128
+
+
+def group(ids: torch.Tensor, weights: torch.Tensor, experts: int) -> Groups:
+    """ids [T, k] int32 (-1: nobody's), weights [T, k] f32. Sorted by expert, stable, without asking the device anything."""
+    flat = ids.flatten()
+    keys, order = torch.sort(torch.where(flat < 0, experts, flat), stable=True)
+    starts = torch.searchsorted(keys, torch.arange(experts + 1, dtype=torch.int32, device=ids.device), out_int32=True)
+    place = torch.empty_like(flat)
+    place[order] = torch.arange(flat.shape[0], dtype=torch.int32, device=ids.device)
+    tiles = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
+    block = block_for(flat.shape[0], experts)
+    _count_tiles[(1,)](starts, tiles, experts, BE=triton.next_power_of_2(experts), BM=block, num_warps=4)
+    return Groups(ids, weights, order.int(), place, starts, tiles, block)
+
+
+class Product:
+    """The experts' FFN of one step, some experts at a time; `out` joins what was run. Buffers for all pairs live until then."""
+
+    def __init__(self, shape: Shape, x: torch.Tensor, groups: Groups) -> None:
+        self.shape, self.x, self.groups = shape, x, groups
+        n = groups.pairs.shape[0]
+        self.h = torch.empty(n, shape.inter, dtype=x.dtype, device=x.device)
+        self.y = torch.empty(n, shape.hidden, dtype=x.dtype, device=x.device)
+
+    def run(self, records: torch.Tensor, first: int, count: int, slots: torch.Tensor | None = None) -> None:
+        """Experts first .. first + count - 1; their records lie one after another at `records` (uint8), or at number `slots[e]` (int32 [E])."""
+        s, g, x = self.shape, self.groups, self.x
+        n = g.pairs.shape[0]
+        small = g.block <= 32
+        BN, warps, stages = (64, 4, 3) if small else (64, 8, 3)
+        if x.dtype == torch.float32:
+            BN, stages = 32, 1
+        grid = min(n, -(-n // g.block) + count)
+        kt_h, kt_i = -(-s.hidden // 64), -(-s.inter // 64)
+        gate_bias, up_bias, down_bias = s.biases or (None, x, x)
+        table = g.starts if slots is None else slots
+        common = {"BM": g.block, "FORMAT": CODES[s.format], "SLOTS": slots is not None, "num_warps": warps, "num_stages": stages}
+        _up[(triton.cdiv(s.inter, BN), grid)](
+            x, g.pairs, g.weights, records, table, g.starts, g.tiles, x if gate_bias is None else gate_bias, up_bias, self.h, first, count,
+            s.record_nbytes, s.section_nbytes * s.gated, s.hidden, s.inter, kt_h, s.act.alpha, s.act.limit or 0.0, s.act.up_shift, g.ids.shape[1],
+            BN=BN, GATED=s.gated, BIAS=s.biases is not None, KIND=KINDS[s.act.kind],
+            LIMIT=s.act.limit is not None, WEIGH=s.weight_on == "input", **common)
+        _down[(triton.cdiv(s.hidden, BN), grid)](
+            self.h, records, table, g.starts, g.tiles, down_bias, self.y, first, count, s.record_nbytes, s.section_nbytes * (1 + s.gated), s.hidden,
+            s.inter, kt_i, BN=BN, BIAS=s.biases is not None, **common)
+
+    def out(self) -> torch.Tensor:
+        """[T, H] in x's dtype: the weighted sum over each token's experts."""
+        s, g = self.shape, self.groups
+        T, k = g.ids.shape
+        out = torch.empty_like(self.x)
+        _combine[(T, triton.cdiv(s.hidden, 1024))](self.y, g.place, g.weights, g.ids, out, s.hidden, K=k, BLOCK=1024, WEIGH=s.weight_on == "output",
+                                                   num_warps=4)
+        return out

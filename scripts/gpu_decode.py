@@ -1,0 +1,190 @@
+#!/usr/bin/env python3
+"""Decode on a GPU with the routed experts on the CPU, random weights of a published shape: checked first, then timed by batch and context.
+
+    python scripts/gpu_decode.py --shape qwen3-30b-a3b --vram 8 --batches 1,2,4,8 --contexts 128,4096 --json out.json
+
+Terms of a step: the CPU's busy time (flag seen to answer given, summed over layers), the GPU's alone (the same graph with all answers already
+given, flags and mailbox included), and the rest. The bound is routed bytes per token over the machine's measured read bandwidth. Results are kept
+in the JSON file as they come; cells that it holds are not measured again.
+"""
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpu_shapes import SHAPES
+
+from cpu_kernels import cpu
+from cpu_kernels.team import Team
+from hetero.arch import families, tensors
+from hetero.engine.graphs import Graphs
+from hetero.gpu.cuda import Cuda
+from hetero.gpu.ops import Step
+from hetero.memory import bank as banks
+from hetero.memory.cache import Cache
+from hetero.model.experts import expert_layer
+from hetero.model.handoff import HandedOver, Handoff
+from hetero.model.load import load_decoder
+from hetero.model.weights import Weights
+from hetero.weights.dummy import Dummy
+
+PAGE = 16
+
+
+def read_ceiling(team_threads: int) -> float:
+    """Bytes per second that all threads read of memory far larger than any cache: the best of a few passes."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    data = [np.ones(128 << 17, np.int64) for _ in range(team_threads)]
+    best = 0.0
+    with ThreadPoolExecutor(team_threads) as pool:
+        for _ in range(8):
+            began = time.perf_counter()
+            list(pool.map(np.add.reduce, data))
+            best = max(best, team_threads * data[0].nbytes / (time.perf_counter() - began))
+    return best
+
+
+class Bench:
+    def __init__(self, a: argparse.Namespace) -> None:
+        config = dict(SHAPES[a.shape])
+        self.model = families.read(config).first(a.layers) if a.layers else families.read(config)
+        model, began = self.model, time.perf_counter()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, a.vram * 2**30 / torch.cuda.get_device_properties(0).total_memory))
+        torch.cuda.init()
+        torch.set_num_threads(1)
+        cores = sorted(cpu.read().allowed)
+        self.team = Team(cores[:a.threads or max(1, len(cores) - 1)])
+        weights = Dummy(model)
+        self.bank = banks.load(weights, a.expert_format, None, self.team.threads)
+        self.packed_s = time.perf_counter() - began
+        self.most, self.context = max(a.batches), max(a.contexts) + 64
+        ops = Cuda(self.context, "cuda", torch.bfloat16)
+        layers = [expert_layer(banks.moe(model, l), self.bank.stores[l], self.bank.biases[l]) for l in model.moe_layers]
+        top_k = banks.moe(model, model.moe_layers[0]).router.top_k
+        self.handoff = Handoff(layers, self.team, model.hidden, top_k, self.most, ops.device, ops.dtype, a.kind)
+        index = {l: i for i, l in enumerate(model.moe_layers)}
+        self.decoder = load_decoder(ops, model, Weights(tensors.of(model), weights.dense),
+                                    lambda l, part: HandedOver(self.handoff, index[l], cpu.isa(), ops.isa), a.dense_format, a.dense_format)
+        width = -(-self.context // PAGE)
+        pages = max(b * (-(-(c + 64) // PAGE)) for b in a.batches for c in a.contexts if b * c <= a.kv_tokens) + 1
+        self.cache = Cache(model, pages, PAGE, a.kv_dtype, "cuda")
+        for stack in self.cache.stacks:
+            stack.values.view(torch.uint8).random_(0, 60)                 # small finite numbers in bf16 and in float8
+        self.loaded_s = time.perf_counter() - began
+        self.graphs = Graphs(self.decoder, self.cache, self.handoff, self.most, width)
+
+    def step(self, batch: int, context: int) -> Step:
+        """One token for each of `batch` sequences that hold `context` tokens."""
+        each = -(-(context + 64) // PAGE)
+        table = torch.arange(batch * each, dtype=torch.int32).view(batch, each)
+        tokens = torch.randint(0, self.model.vocab, (batch,))
+        slots = table[:, context // PAGE].long() * PAGE + context % PAGE
+        at = torch.full((batch,), context, dtype=torch.int32)
+        starts, rows = torch.arange(batch + 1, dtype=torch.int32), torch.arange(batch)
+        return Step(*(t.cuda() for t in (tokens, at, starts, at + 1, table, slots, torch.zeros_like(at), rows)), 1)
+
+    def check(self, batch: int, context: int) -> dict:
+        """The replayed graph against the eager decoder on the same step: same kernels, experts through the mailbox or through staging memory."""
+        step = self.step(batch, context)
+        replayed = self.graphs(step, self.cache).clone()
+        with torch.no_grad():
+            eager = self.decoder(step, self.cache)
+        difference = ((replayed - eager).norm() / eager.norm()).item()
+        assert torch.isfinite(replayed).all() and difference < 2e-2, difference
+        return {"graph_against_eager": difference, "same_top": (replayed.argmax(-1) == eager.argmax(-1)).float().mean().item()}
+
+    def gpu_alone(self, batch: int) -> float:
+        """Milliseconds of the graph when every answer is already there."""
+        graph = self.graphs.graphs[next(s for s in sorted(self.graphs.graphs) if s >= batch)][0]
+        self.handoff.flags.release()
+        times = []
+        for _ in range(12):
+            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            a.record()
+            graph.replay()
+            b.record()
+            torch.cuda.synchronize()
+            times.append(a.elapsed_time(b))
+        self.handoff.recover()
+        return median(times)
+
+    def measure(self, batch: int, context: int, steps: int) -> dict:
+        checked = self.check(batch, context)
+        step = self.step(batch, context)
+        wall, busy = [], []
+        size = next(s for s in sorted(self.graphs.graphs) if s >= batch)
+        program = self.handoff.program(size)
+        for i in range(steps + 3):
+            step = Step(torch.randint(0, self.model.vocab, (batch,), device="cuda"), *list(vars(step).values())[1:])
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            logits = self.graphs(step, self.cache)
+            logits.argmax(-1).tolist()
+            if i >= 3:
+                wall.append((time.perf_counter() - began) * 1e3)
+                busy.append((program.times[:, 1] - program.times[:, 0]).sum() / 1e6)
+        alone = self.gpu_alone(batch)
+        layers = len(self.model.moe_layers)
+        routed = sum(self.bank.stores[l].record_nbytes * banks.moe(self.model, l).router.top_k for l in self.model.moe_layers)
+        return checked | {"step_ms": median(wall), "worst_ms": max(wall), "tok_s": batch * 1e3 / median(wall), "cpu_ms": median(busy),
+                          "gpu_ms": alone, "rest_us_per_layer": (median(wall) - median(busy) - alone) * 1e3 / layers,
+                          "gpu_us_per_layer": alone * 1e3 / layers,
+                          "cpu_gb_s": routed / median(busy) / 1e6 if batch == 1 else None, "routed_bytes": routed}
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
+    p.add_argument("--layers", type=int, default=0)
+    p.add_argument("--vram", type=float, default=8.0, help="GiB")
+    p.add_argument("--threads", type=int, default=0)
+    p.add_argument("--expert-format", default="int4_g32")
+    p.add_argument("--dense-format", default="int8")
+    p.add_argument("--kv-dtype", default="bf16")
+    p.add_argument("--kv-tokens", type=int, default=40000)
+    p.add_argument("--kind", default="flags")
+    p.add_argument("--batches", type=lambda s: [int(n) for n in s.split(",")], default=[1])
+    p.add_argument("--contexts", type=lambda s: [int(n) for n in s.split(",")], default=[128])
+    p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--check-only", action="store_true")
+    p.add_argument("--json", type=Path)
+    a = p.parse_args()
+    kept = json.loads(a.json.read_text()) if a.json and a.json.exists() else {}
+    bench = Bench(a)
+    with bench.team.seat():
+        if a.check_only:
+            print({f"batch {b}": bench.check(b, a.contexts[0]) for b in a.batches})
+        else:
+            kept.setdefault("machine", {"gpu": torch.cuda.get_device_name(0), "isa": cpu.isa(), "threads": bench.team.threads})
+            for b in a.batches:
+                for c in a.contexts:
+                    key = f"{a.shape} {a.layers or 'all'} {a.kind} {a.dense_format} batch {b} context {c}"
+                    if key in kept or b * c > a.kv_tokens:
+                        continue
+                    ceiling = read_ceiling(bench.team.threads)
+                    cell = bench.measure(b, c, a.steps)
+                    bound = ceiling / cell["routed_bytes"]
+                    kept[key] = cell | {"read_gb_s": ceiling / 1e9, "of_bound": cell["tok_s"] / bound if b == 1 else None}
+                    if a.json:
+                        a.json.write_text(json.dumps(kept, indent=1))
+            print(f"{'cell':<60} step ms  tok/s  CPU ms  GPU ms  rest us/layer  of bound")
+            for key, cell in kept.items():
+                if key != "machine":
+                    share = f"{cell['of_bound']:.0%}" if cell["of_bound"] else ""
+                    print(f"{key:<60} {cell['step_ms']:7.2f} {cell['tok_s']:6.1f} {cell['cpu_ms']:7.2f} {cell['gpu_ms']:7.2f} "
+                          f"{cell['rest_us_per_layer']:14.1f}  {share}")
+        print(f"packed in {bench.packed_s:.1f} s, loaded in {bench.loaded_s:.1f} s, captured in {bench.graphs.capture_s:.1f} s; "
+              f"peak VRAM {torch.cuda.max_memory_reserved() / 2**30:.2f} GiB of {a.vram:g}")
+    bench.team.close()
+
+
+if __name__ == "__main__":
+    main()
