@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import cpu, lanes
-from .atoms import add, load32, peek, peek_f64, poke, poke_f32
+from .atoms import add, load32, peek, peek_f32, peek_f64, poke, poke_f32
 from .jit import address as machine_code
 from .jit import kernel
 from .jobs import barrier, claims, share
@@ -20,10 +20,14 @@ from .pages import (
     COUNT,
     HEAD,
     HEADS,
+    KEY_PAGE,
     KEY_SCALES,
     KEY_WIDTH,
     KEYS,
     KIND,
+    ONES,
+    PAD_KEY,
+    PAGE_SIZE,
     POSITIONS,
     QUERIES,
     ROOM,
@@ -36,6 +40,7 @@ from .pages import (
     VALUE_WIDTH,
     VALUES,
     WINDOW,
+    WORDS,
     block_of,
     block_tokens,
     blocks_of,
@@ -56,6 +61,8 @@ MOST_ROWS = 32                                       # of a tile of several toke
 # operands of both jobs, behind the address of the reals: where the step's tokens stand, then how the pages lie
 (_Q, _STRIDE, _TOKENS, _SEQUENCES, _AT, _STARTS, _LENGTHS, _TABLE, _TABLE_WIDTH, _PAGE_SIZE, _KEYS, _VALUES, _KEY_SCALES, _VALUE_SCALES, _KIND,
  _OUT, _SCRATCH, _CODE, _HEADS, _GROUPS, _DIM, _WINDOW, _SINKS) = (8 * i for i in range(1, 24))
+_NOPE, _RANK = _GROUPS, _DIM                         # what these are in MLA, whose operands go on
+_ROPE, _V_DIM, _UP, _UP_KIND = (8 * i for i in range(24, 28))
 
 
 class Scratch:
@@ -232,3 +239,115 @@ def attend(q: int, stride: int, tokens: int, sequences: int, positions: int, sta
     return ready(job, [
         q, stride, tokens, sequences, positions, starts, lengths, table, table_width, page_size, keys, values, key_scales, value_scales, kind,
         out, scratch.address, code, heads, kv_heads, dim, window, sinks], [scale], (scratch, keep))
+
+
+@functools.cache
+def latent(body: str) -> Any:
+    """The job of MLA for one instruction set: queries go into the latent space, results come out of it, pages are read as they are."""
+    widen, mix1, dot = spans(body).widen, spans(body).mix1, spans(body).dot
+    _, _, whole = sweep(body)
+
+    @kernel(key=body, inner=True)
+    def into_latent(arguments: int, tile: int, head: int, source: int, to: int, count: int, step: int) -> None:
+        """For `count` tokens: query in latent space := q (nope) times one head's upper projection of keys. source, to: of the first token,
+        `step` rows of the tile apart."""
+        nope, rank, up = peek(arguments + _NOPE), peek(arguments + _RANK), peek(arguments + _UP)
+        item = 4 if peek(arguments + _UP_KIND) == F32_KIND else 2
+        weights = up + item * head * (nope + peek(arguments + _V_DIM)) * rank
+        width, words, size = peek(tile + PAD_KEY), peek(tile + WORDS), peek(tile + PAGE_SIZE)
+        for t in range(count):
+            for i in range(width):
+                poke_f32(to + 4 * (t * step * width + i), np.float32(0))
+        for first in range(0, nope, size):
+            many = min(size, nope - first)
+            for j in range(many):
+                widen(weights + item * (first + j) * rank, peek(tile + KEY_PAGE) + 4 * j * width, rank, peek(arguments + _UP_KIND))
+            for t in range(count):
+                poke(words, 0)
+                poke(words + 8, many)
+                poke(words + 16, (rank + 15) & -16)
+                poke(words + 24, 4 * width)
+                poke(words + 32, to + 4 * t * step * width)
+                poke(words + 40, peek(tile + ONES))
+                mix1(source + 4 * (t * peek(arguments + _STRIDE) + first), peek(tile + KEY_PAGE), words)
+
+    @kernel(key=body, inner=True)
+    def out_of_latent(arguments: int, tile: int, head: int, row: int, out: int, count: int, step: int) -> None:
+        """For `count` tokens, `step` rows apart from row `row`: out := one head's upper projection of values times the result in latent space."""
+        nope, rank, v_dim = peek(arguments + _NOPE), peek(arguments + _RANK), peek(arguments + _V_DIM)
+        item = 4 if peek(arguments + _UP_KIND) == F32_KIND else 2
+        weights = peek(arguments + _UP) + item * (head * (nope + v_dim) + nope) * rank
+        width, wide = peek(tile + PAD_KEY), peek(arguments + _HEADS) * v_dim
+        for t in range(count):
+            finish(tile, row + t * step, peek(tile + QUERIES) + 4 * (row + t * step) * width, rank, 0)
+        for v in range(v_dim):
+            widen(weights + item * v * rank, peek(tile + KEY_PAGE), rank, peek(arguments + _UP_KIND))
+            for t in range(count):
+                poke_f32(out + 4 * (t * wide + v), dot(peek(tile + KEY_PAGE), peek(tile + QUERIES) + 4 * (row + t * step) * width, rank))
+
+    @kernel(key=body, inner=True)
+    def task_of(arguments: int, tile: int, number: int, many: int, head: int, heads: int) -> None:
+        """Some tokens of one sequence, `heads` heads from `head` on."""
+        nope, rope, rank = peek(arguments + _NOPE), peek(arguments + _ROPE), peek(arguments + _RANK)
+        lay(tile, (many * heads + ROWS - 1) // ROWS * ROWS, (rank + rope + 15) & -16, (rank + 15) & -16, peek(arguments + _PAGE_SIZE))
+        first, count = place(arguments, tile, number, many)
+        poke(tile + HEADS, 1)
+        poke(tile + HEAD, 0)
+        poke(tile + KEY_WIDTH, rank + rope)
+        poke(tile + VALUE_WIDTH, rank)
+        poke(tile + COUNT, count * heads)
+        width = peek(tile + PAD_KEY)
+        for h in range(heads):
+            source = peek(arguments + _Q) + 4 * (first * peek(arguments + _STRIDE) + (head + h) * (nope + rope))
+            to = peek(tile + QUERIES) + 4 * h * width
+            into_latent(arguments, tile, head + h, source, to, count, heads)
+            for t in range(count):
+                poke(peek(tile + POSITIONS) + 8 * (t * heads + h), load32(peek(arguments + _AT) + 4 * (first + t)))
+                for i in range(rope):
+                    poke_f32(to + 4 * (t * heads * width + rank + i), peek_f32(source + 4 * (t * peek(arguments + _STRIDE) + nope + i)))
+        whole(tile)
+        for h in range(heads):
+            out = peek(arguments + _OUT) + 4 * (first * peek(arguments + _HEADS) + head + h) * peek(arguments + _V_DIM)
+            out_of_latent(arguments, tile, head + h, h, out, count, heads)
+
+    @kernel(key=body, inner=True)
+    def attend(control: int, tid: int, threads: int, arguments: int) -> int:
+        scratch, heads = peek(arguments + _SCRATCH), peek(arguments + _HEADS)
+        tile = peek(scratch) + tid * peek(scratch + 8)
+        many, each = (1, MOST_ROWS) if peek(arguments + _TOKENS) == peek(arguments + _SEQUENCES) else (MOST_ROWS // ROWS, ROWS)
+        while each > ROWS and tiles_of(arguments, many) * ((heads + each - 1) // each) < 2 * threads:
+            each //= 2
+        groups = (heads + each - 1) // each
+        tasks = tiles_of(arguments, many) * groups
+        for k in range(threads):
+            owner = (tid + k) % threads
+            lo, hi = share(tasks, owner, threads)
+            counter = claims(control, tid, owner, 0)
+            task = lo + add(counter, 1)
+            while task < hi:
+                head = task % groups * each
+                task_of(arguments, tile, task // groups, many, head, min(each, heads - head))
+                task = lo + add(counter, 1)
+        return 0
+
+    return attend
+
+
+@functools.cache
+def _latent() -> tuple[Any, int]:
+    body = lanes.body_of(cpu.isa())
+    return latent(body), machine_code(sweep(body).block, 2)
+
+
+def attend_latent(q: int, tokens: int, sequences: int, positions: int, starts: int, lengths: int, table: int, table_width: int, page_size: int,
+                  pages: int, scales: int, kind: int, out: int, heads: int, nope: int, rope: int, rank: int, v_dim: int, up: int, up_kind: int,
+                  scale: float, scratch: Scratch, keep: Any = None) -> Prepared:
+    """MLA, prepared. q float32 [T, heads * (nope + rope)], rotated; pages [pages, page_size, rank + rope], normed latent | rotated key, of
+    `kind`, scales float32 [pages, page_size] or 0; up [heads * (nope + v_dim), rank] float32 or bf16 (up_kind), per head nope rows, then v
+    rows; out float32 [T, heads * v_dim]. The rest as in `attend`."""
+    if page_size % 2:
+        raise ValueError(f"page_size: {page_size} is odd")
+    scratch.fit(MOST_ROWS, rank + rope, rank, page_size)
+    job, code = _latent()
+    return ready(job, [q, heads * (nope + rope), tokens, sequences, positions, starts, lengths, table, table_width, page_size, pages, 0, scales,
+                       scales, kind, out, scratch.address, code, heads, nope, rank, 0, 0, rope, v_dim, up, up_kind], [scale], (scratch, keep))

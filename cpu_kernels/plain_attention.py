@@ -1,4 +1,4 @@
-"""Numpy twins, in float64, of the arithmetic between matrices and of attention over pages: norms, rotation, router, GQA and MLA. Slow and obvious."""
+"""Numpy twins, in float64, of attention over pages: norms, rotation, grouped queries. Slow and obvious."""
 
 import math
 from typing import Any
@@ -40,27 +40,3 @@ def attend(q: Array, k: Array, v: Array, positions: Array, scale: float, window:
             total = weights.sum() + (0.0 if sinks is None else math.exp(sinks[h] - top))
             out[t, h] = weights @ v[first:at + 1, h // group] / total
     return out
-
-
-def route(logits: Array, top_k: int, score: str, renormalize: bool, scale: float, correction: Array | None = None, groups: int = 1,
-          top_groups: int = 1, group_score: str = "max") -> tuple[Array, Array]:
-    """softmax, sigmoid and topk_softmax routers: ids [T, k], weights [T, k]; equal scores go to the lower id."""
-    x = logits.astype(np.float64)
-    e = np.exp(x - x.max(-1, keepdims=True))
-    values = e / e.sum(-1, keepdims=True) if score == "softmax" else 1 / (1 + np.exp(-x)) if score == "sigmoid" else x
-    pick = values if correction is None else values + correction
-    if groups > 1:
-        parts = np.sort(pick.reshape(len(x), groups, -1), -1)
-        best = parts[..., -1] if group_score == "max" else parts[..., -2:].sum(-1)
-        keep = np.argsort(-best, -1, kind="stable")[:, :top_groups]
-        allowed = np.zeros((len(x), groups), bool)
-        np.put_along_axis(allowed, keep, True, -1)
-        pick = np.where(np.repeat(allowed, x.shape[1] // groups, -1), pick, -np.inf)
-    ids = np.argsort(-pick, -1, kind="stable")[:, :top_k]
-    weights = np.take_along_axis(values, ids, -1)
-    if score == "topk_softmax":
-        weights = np.exp(weights - weights.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-    if renormalize:
-        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return ids.astype(np.int32), weights * scale

@@ -31,13 +31,12 @@ class Spans(NamedTuple):
     words = [key scales, value scales, softmax scale as float32 bits, first[4], end[4]]; state = float32 maximum[4], sum[4], factor[4]:
     maximum and sum go on, factor is what earlier results must be multiplied with.
     mix(p, v, words): acc[r] := acc[r] * factor[r] + sum over j of p[j][r] * v[j]; words = [first, end, width, stride of v in bytes, acc,
-    factor]; mix_safe ignores v[j] where p[j][r] is 0, whatever it holds. scores1, mix1: the same for one row.
+    factor]; mix_safe ignores v[j] where p[j][r] is 0, whatever it holds; mix1 is for one row.
     fold(state, acc, into, into_acc, width): joins a block's partial result to the running one."""
 
     dot: Any
     widen: Any
     scores: Any
-    scores1: Any
     weigh: Any
     mix: Any
     mix_safe: Any
@@ -140,7 +139,8 @@ def _emit_widen(kind: int, n: int, body: str) -> Any:
     return op(3, emit)
 
 
-def _emit_scores(n: int, rows: int) -> Any:
+def _emit_scores(n: int) -> Any:
+    rows = ROWS
     def emit(b: Builder, q: Value, k: Value, width: Value, first: Value, words: Value) -> None:
         end, out = load(b, words, I64, 0, 8), load(b, words, I64, 8, 8)
         stride = b.mul(width, const(I64, 4))
@@ -161,10 +161,7 @@ def _emit_scores(n: int, rows: int) -> Any:
                         b.store(fma(b, x, two[i], b.load(s)), s)
             to = _at(b, out, j, 4 * rows)
             for i in range(2):
-                if rows == 1:
-                    store(b, _sum(b, b.load(sums[i])), to, 4 * i, 4)
-                else:
-                    store(b, _sums4(b, [b.load(s) for s in sums[i * rows:i * rows + rows]]), to, 16 * i, 4)
+                store(b, _sums4(b, [b.load(s) for s in sums[i * rows:i * rows + rows]]), to, 16 * i, 4)
     return op(5, emit)
 
 
@@ -267,5 +264,5 @@ def spans(body: str) -> Spans:
         else:
             fp8(source, to, count)
 
-    return Spans(_emit_dot(n), widen, _emit_scores(n, ROWS), _emit_scores(n, 1), op(4, _emit_weigh), _emit_mix(n, ROWS, False),
+    return Spans(_emit_dot(n), widen, _emit_scores(n), op(4, _emit_weigh), _emit_mix(n, ROWS, False),
                  _emit_mix(n, ROWS, True), _emit_mix(n, 1, False), op(5, _emit_fold))

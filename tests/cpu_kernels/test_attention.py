@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cpu_kernels import plain, plain_attention
-from cpu_kernels.attention import Scratch, attend
+from cpu_kernels.attention import Scratch, attend, attend_latent
 from cpu_kernels.heads import KV_TYPES, QK_NORMS, heads_in
 from cpu_kernels.operands import ready
 from cpu_kernels.team import Team
@@ -206,6 +206,72 @@ def test_nan_stays_in_its_own_token_and_those_that_see_it(crew):
     got = run(model, Cache(model, 64), crew, [(x, 0, pages_for(model, 12)), (model.qkv(3, 2), 0, [62])])
     assert np.array_equal(got[0][:7], clean[:7]) and np.isnan(got[0][7:]).any(1).all() and np.isnan(got[0][9]).any()
     assert np.isfinite(got[1]).all()
+
+
+@dataclass
+class Latent:
+    heads: int = 6
+    nope: int = 12
+    rope: int = 8
+    rank: int = 24
+    v_dim: int = 10
+    kind: str = "f32"
+    bf16_up: bool = False
+    page_size: int = 4
+
+    def __post_init__(self):
+        r = np.random.default_rng(4)
+        up = r.standard_normal((self.heads * (self.nope + self.v_dim), self.rank)).astype(np.float32) / self.rank ** 0.5
+        self.bits = plain.f32_to_bf16(up)
+        self.up = self.bits if self.bf16_up else up
+        self.exact = plain.bf16_to_f32(self.bits) if self.bf16_up else up
+
+    def inputs(self, length, seed=1):
+        r = np.random.default_rng(seed)
+        return r.standard_normal((length, self.heads * (self.nope + self.rope))).astype(np.float32), r.standard_normal((length, self.rank + self.rope)).astype(np.float32)
+
+    def twin(self, q, latent):
+        """Unabsorbed: keys and values of every head are made, then attended."""
+        kept = plain.bf16_to_f32(plain.f32_to_bf16(latent)) if self.kind == "bf16" else latent
+        both = (kept[:, :self.rank].astype(np.float64) @ self.exact.T).reshape(len(q), self.heads, -1)
+        k = np.concatenate([both[..., :self.nope], np.repeat(kept[:, None, self.rank:], self.heads, 1)], -1)
+        return plain_attention.attend(q.reshape(len(q), self.heads, -1), k, both[..., self.nope:], np.arange(len(q)), 0.2).reshape(len(q), -1)
+
+    def run(self, crew, parts, cache):
+        """parts: (q rows, start, pages) of sequences whose latents are in `cache` already."""
+        starts = np.cumsum([0, *(len(q) for q, _, _ in parts)]).astype(np.int32)
+        table = np.full((len(parts), max(len(p) for _, _, p in parts)), -1, np.int32)
+        for s, (_, _, p) in enumerate(parts):
+            table[s, :len(p)] = p
+        positions = np.concatenate([at + np.arange(len(q)) for q, at, _ in parts]).astype(np.int32)
+        lengths = np.array([at + len(q) for q, at, _ in parts], np.int32)
+        q = np.concatenate([q for q, _, _ in parts])
+        out, at = np.full((len(q), self.heads * self.v_dim), np.nan, np.float32), place_of
+        crew.run(attend_latent(at(q), len(q), len(parts), at(positions), at(starts), at(lengths), at(table), table.shape[1], self.page_size, at(cache), 0,
+                               KV_TYPES[self.kind], at(out), self.heads, self.nope, self.rope, self.rank, self.v_dim, at(self.up), KV_TYPES["bf16" if self.bf16_up else "f32"],
+                               0.2, Scratch(crew.threads, 64)))
+        return [out[a:b] for a, b in itertools.pairwise(starts)]
+
+    def cache(self, latent, pages):
+        made = np.full((16, self.page_size, self.rank + self.rope), np.nan, np.float32)
+        for t, row in enumerate(latent):
+            made[pages[t // self.page_size], t % self.page_size] = row
+        return plain.f32_to_bf16(np.nan_to_num(made)) if self.kind == "bf16" else made
+
+
+@pytest.mark.parametrize("model", [Latent(), Latent(kind="bf16", bf16_up=True), Latent(heads=17, rank=32, rope=4, nope=7), Latent(heads=2, rank=40, rope=16, v_dim=33, bf16_up=True)],
+                         ids=lambda m: f"{m.heads}x{m.rank}-{m.kind}")
+def test_mla_in_latent_space_equals_the_unabsorbed_twin_and_any_chunks_give_its_bits(model, crew):
+    q, latent = model.inputs(37)
+    own = np.random.default_rng(7).permutation(16)[:10].tolist()
+    cache = model.cache(latent, own)
+    whole = model.run(crew, [(q, 0, own)], cache)[0]
+    assert np.abs(whole - model.twin(q, latent)).max() < 3e-5
+    cuts = [0, 1, 2, 9, 20, 36, 37]
+    parts = [model.run(crew, [(q[5:6], 5, own), (q[a:b], a, own), (q[7:9], 7, own)], cache)[1] for a, b in itertools.pairwise(cuts)]
+    assert np.array_equal(np.concatenate(parts), whole)
+    with Team(threads=5) as wide:
+        assert np.array_equal(model.run(wide, [(q[36:], 36, own)], cache)[0], whole[36:])
 
 
 def test_what_cannot_be_is_refused():
