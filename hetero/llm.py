@@ -24,7 +24,7 @@ from hetero.gpu.host import Host
 from hetero.memory import bank as banks
 from hetero.memory import machine as machines
 from hetero.memory import plan as plans
-from hetero.memory.cache import Cache
+from hetero.memory.cache import Cache, page_nbytes
 from hetero.memory.packed import Progress
 from hetero.model.experts import OnCpu, expert_layer
 from hetero.model.load import load_decoder
@@ -90,7 +90,8 @@ class LLM:
         def experts(l: int, part: MoE) -> OnCpu:
             return OnCpu(self.layers[l], self.ops, options.precision, options.deterministic)
         self.decoder = load_decoder(self.ops, model, Weights(tensors.of(model), self.weights.dense), experts, plan.dense_format, plan.dense_format)
-        self.cache = Cache(model, -(-plan.kv_tokens // PAGE), PAGE, KV_NAMES[plan.kv_dtype])
+        kv = KV_NAMES[plan.kv_dtype]
+        self.cache = Cache(model, -(-plan.kv_tokens // PAGE), PAGE, kv, host_pages=(options.kv_ram or 0) // page_nbytes(model, PAGE, kv))
         limits = Limits(plan.max_batch, plan.chunk, options.max_stall_ms / 1e3)
         self.vocab = min(self.tokenizer.size, model.vocab)
         self.replay = Replay(self.decoder, self.ops, plan.max_batch, -(-plan.ctx // PAGE) + 1)

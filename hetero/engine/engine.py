@@ -3,6 +3,7 @@
 Not thread-safe: one owner calls `add`, `step` and `abort`, in any order, between steps.
 """
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -66,16 +67,16 @@ def _penalized(request: Request) -> bool:
     return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
 
 
-def guess(decodes: int, tokens: int, context: int) -> float:
-    """A shape to start from until steps are measured: seconds of a step with `tokens` prompt tokens, attention growing with the context."""
-    return 1e-3 * (4 + decodes + tokens * (1 + context / 16384))
+def guess(tokens: int, context: int) -> float:
+    """A shape to start from until steps are measured: seconds of `tokens` prompt tokens, attention growing with the context."""
+    return 1e-3 * tokens * (1 + context / 16384)
 
 
 class Engine:
     """Requests in, outputs out. `vocab`: the tokenizer's size; `context`: most tokens of a sequence; `eos`: ids that end one."""
 
     def __init__(self, decoder: Decoder, cache: Cache, vocab: int, context: int, eos: Iterable[int], limits: Limits = Limits(),  # noqa: B008
-                 estimate: Callable[[int, int, int], float] = guess, seed: int | None = None) -> None:
+                 estimate: Callable[[int, int], float] = guess, seed: int | None = None) -> None:
         self.cache, self.vocab, self.eos, self.limits = cache, vocab, frozenset(eos), limits
         self.pages = Pages(cache.pages, cache.page_size, cache.host_pages, cache.window)
         self.context = context
@@ -168,23 +169,25 @@ class Engine:
     def _accept(self, work: list[Work], step: Step, logits: Tensor) -> list[Output]:
         """Turns logits into tokens and sequences into their next state."""
         picked: list[tuple[Work, int]] = []                # whose next token is sampled, from which row of the logits
+        chunks: list[tuple[Work, int]] = []                # whose prompt goes on
         broken: list[Sequence] = []
-        row = 0
+        row = -1
         for w in work:
-            if w.sequence.scoring:
-                if not self._score(w, logits[row:row + w.count]):
-                    broken.append(w.sequence)
-                row += w.count
-                if w.last and w.sequence not in broken:
-                    picked.append((w, row - 1))
-            elif w.last:
-                picked.append((w, row))
-                row += 1
+            row += w.count if w.sequence.scoring else 1
+            if w.sequence.scoring and not self._score(w, logits[row + 1 - w.count:row + 1]):
+                broken.append(w.sequence)
+            else:
+                (picked if w.last else chunks).append((w, row))
         choices = self._choose(picked, logits) if picked else []
         broken += [w.sequence for (w, _), choice in zip(picked, choices, strict=True) if choice.fault == "finite"]
+        if chunks:                                         # a bad value anywhere before spreads to a chunk's last row
+            sums = logits[[row for _, row in chunks]].sum(-1).tolist()
+            broken += [w.sequence for (w, _), total in zip(chunks, sums, strict=True) if not math.isfinite(total)]
         outputs = self._break(broken, step) if broken else []
         for w in work:
-            w.sequence.computed += w.count if w.sequence.row >= 0 else 0
+            if w.sequence.row >= 0:
+                w.sequence.computed += w.count
+                self.pages.commit(w.sequence.table, w.sequence.tokens, w.sequence.computed)
         for (w, _), choice in zip(picked, choices, strict=True):
             if choice.fault == "mask":
                 outputs.append(self._end(w.sequence, (), "error", error="the constraint allows no token here"))
@@ -219,10 +222,9 @@ class Engine:
         return True
 
     def _advance(self, sequence: Sequence, choice: Choice) -> Output:
-        """Takes a sampled token: the KV before it is good, so its pages may be shared; then whether the sequence ends here."""
+        """Takes a sampled token, and decides whether the sequence ends with it."""
         request, token = sequence.request, choice.token
         live, sampling = self.live[request.id], request.sampling
-        self.pages.commit(sequence.table, sequence.tokens, sequence.computed)
         if sequence.generated == 0:
             self.count.prompt_tokens += sequence.prompt_length
             self.count.cached_tokens += sequence.cached_tokens
@@ -296,9 +298,9 @@ class Engine:
             c.stalls += took_s > self.limits.max_stall_s
         if chunks:
             c.prefill_s += took_s
-            self.scheduler.pace.learn(decodes, tokens, max(w.sequence.computed for w in chunks), took_s)
         else:
             c.decode_s += took_s
+        self.scheduler.pace.learn(tokens, max((w.sequence.computed for w in chunks), default=0), took_s)
 
     def _seed(self) -> int:
         return secrets.randbits(63) if self.seeds is None else int(uniform(self.seeds, self.arrivals) * 2**53)

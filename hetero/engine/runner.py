@@ -46,7 +46,7 @@ class Runner:
         self.arrays = {name: buffer.numpy() for name, buffer in self.buffers.items()}
 
     def run(self, work: Row[Work]) -> tuple[Step, Tensor]:
-        """The step and its logits [R, vocab] float32: in the order of `work`, the rows that it wants (see `Work`)."""
+        """The step and its logits [R, vocab] float32, in the order of `work`: the last row of each, or all rows where prompts are scored."""
         step = self.build(work)
         return step, self.decoder(step, self.cache)[:, :self.vocab]
 
@@ -72,7 +72,7 @@ class Runner:
             if sequence.scoring:
                 a["wanted"][rows:rows + count] = np.arange(at, at + count)
                 rows += count
-            elif w.last:
+            else:
                 a["wanted"][rows] = at + count - 1
                 rows += 1
             at, longest = at + count, max(longest, count)

@@ -90,33 +90,34 @@ class Work:
 
 
 class Pace:
-    """How many prompt tokens fit into a step, from an estimate and what steps really took.
+    """How many prompt tokens fit into a step beside the decodes, from an estimate and what steps really took.
 
-    `estimate(decodes, tokens, context)` -> seconds for a step of that many decoding sequences and prompt tokens, the chunk's last token at
-    position `context`; only its shape matters, as measured steps correct its scale, quickly upwards and slowly downwards.
+    `estimate(tokens, context)` -> seconds that so many prompt tokens add to a step, the last at position `context`. Only its shape matters: measured
+    steps correct its scale, quickly upwards and slowly downwards, and a chunk is never more than twice the largest one measured.
     """
 
-    def __init__(self, estimate: Callable[[int, int, int], float], page_size: int) -> None:
-        self.estimate, self.page_size, self.scale = estimate, page_size, 1.0
-        self.samples = 0
+    def __init__(self, estimate: Callable[[int, int], float], page_size: int) -> None:
+        self.estimate, self.page_size, self.scale, self.decode_s, self.largest = estimate, page_size, 1.0, 0.0, page_size
 
-    def seconds(self, decodes: int, tokens: int, context: int) -> float:
-        return self.scale * self.estimate(decodes, tokens, context)
+    def seconds(self, tokens: int, context: int) -> float:
+        return self.decode_s + self.scale * self.estimate(tokens, context)
 
-    def chunk(self, decodes: int, context: int, bound_s: float, most: int) -> int:
+    def chunk(self, context: int, bound_s: float, most: int) -> int:
         """The most tokens, a multiple of the page size and at least one page, that keep the step within `bound_s`."""
-        sizes = range(self.page_size, most + 1, self.page_size)
+        sizes = range(self.page_size, min(most, 2 * self.largest) + 1, self.page_size)
         if not sizes:
             return most
-        n = bisect.bisect_right(sizes, bound_s, key=lambda tokens: self.seconds(decodes, tokens, context + tokens))
+        n = bisect.bisect_right(sizes, bound_s, key=lambda tokens: self.seconds(tokens, context + tokens))
         return sizes[max(0, n - 1)]
 
-    def learn(self, decodes: int, tokens: int, context: int, took_s: float) -> None:
-        """Corrects the scale by one measured step that had prompt tokens in it."""
-        ratio = took_s / max(self.estimate(decodes, tokens, context), 1e-9)
-        self.samples += 1
-        weight = 1.0 if self.samples == 1 else 0.5 if ratio > self.scale else 0.1
-        self.scale += weight * (ratio - self.scale)
+    def learn(self, tokens: int, context: int, took_s: float) -> None:
+        """Corrects the estimate by one measured step, with `tokens` prompt tokens or (0) with decodes alone."""
+        if not tokens:
+            self.decode_s += (0.5 if took_s > self.decode_s else 0.1) * (took_s - self.decode_s)
+            return
+        ratio = max(took_s - self.decode_s, 0.1 * took_s) / max(self.estimate(tokens, context), 1e-9)
+        self.scale += (1.0 if self.largest == self.page_size else 0.5 if ratio > self.scale else 0.2) * (ratio - self.scale)
+        self.largest = max(self.largest, tokens)
 
 
 class Scheduler:
@@ -192,7 +193,7 @@ class Scheduler:
         if left is None:
             left = self.limits.chunk_tokens
             if decodes:
-                left = self.pace.chunk(decodes, sequence.computed, self.limits.max_stall_s, left)
+                left = self.pace.chunk(sequence.computed, self.limits.max_stall_s, left)
         most = min(left, self.limits.prompt_logprobs_chunk) if sequence.scoring else left
         count = min(most, sequence.length - sequence.computed)
         if count > 0 and self._room(sequence, sequence.computed + count, now):
@@ -203,10 +204,14 @@ class Scheduler:
     def _admit(self) -> Sequence | None:
         """The first waiting sequence whose pages are there, in order; none may pass a sequence that has waited beyond patience."""
         promised = sum(self._owed(s) for s in self.running)
+        coming = {d for s in self.running if s.computed < s.length - 1 for d in s.table.digests[s.table.committed:]}
         for sequence in self.waiting:
             table = sequence.table
             limit = 0 if sequence.scoring else sequence.length - 1       # the last token is always evaluated
             match = self.pages.match(table, sequence.tokens[:sequence.length], limit)
+            next_page = match.tokens // self.pages.page_size
+            if not sequence.urgent and next_page < len(table.digests) and table.digests[next_page] in coming:
+                continue                                   # somebody is computing its next page right now: shared when it is there
             need = self.pages.need(sequence.length + 1, self.limits.chunk_tokens) - self.pages.shared(match)
             if need + promised + len(self.running) <= self.pages.available or not self.running:
                 self.waiting.remove(sequence)

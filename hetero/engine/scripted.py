@@ -49,7 +49,10 @@ class ScriptedRunner(Runner):
         rows: list[Tensor] = []
         for w in work:
             sequence, script = w.sequence, self.script(w.sequence.request)
-            wanted = range(sequence.computed + 1, sequence.computed + w.count + 1) if sequence.scoring else [sequence.length] if w.last else []
+            if not (sequence.scoring or w.last):           # a prompt that goes on
+                rows.append(torch.zeros(self.vocab))
+                continue
+            wanted = range(sequence.computed + 1, sequence.computed + w.count + 1) if sequence.scoring else [sequence.length]
             for length in wanted:
                 said = tuple(sequence.tokens[sequence.prompt_length:length].tolist())
                 rows.append(self._row(script, sequence.request, sequence.index, said))

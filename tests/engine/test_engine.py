@@ -7,7 +7,7 @@ import fake
 import pytest
 import torch
 
-from hetero.engine.scheduler import Limits
+from hetero.engine.scheduler import Limits, Pace
 from hetero.engine.scripted import Script, ScriptedEngine
 from hetero.errors import BadRequest, ContextExceeded, EngineFailed
 from hetero.request import Request, Sampling
@@ -86,6 +86,25 @@ def test_evicted_prompts_come_back_from_the_host_tier_and_are_named_evicted_with
         outputs = fake.run(engine)[("d", 0)]
         assert fake.tokens(outputs) == want
         assert (outputs[0].cached_tokens, outputs[0].cache_miss) == (cached, miss)
+
+
+def test_equal_prompts_that_come_together_are_computed_once():
+    engine = fake.engine(limits=Limits(max_batch=4, chunk_tokens=8))
+    for i in range(4):
+        engine.add(Request(str(i), prompt(40), dataclasses.replace(WARM, seed=i)))
+    outputs = fake.run(engine)
+    assert [outputs[(str(i), 0)][0].cached_tokens for i in range(4)] == [0, 36, 36, 36]
+    assert all(fake.tokens(outputs[(str(i), 0)]) == solo(Request("a", prompt(40), dataclasses.replace(WARM, seed=i)))[("a", 0)] for i in range(4))
+
+
+def test_a_chunk_is_at_most_twice_the_largest_one_measured_and_follows_what_steps_took():
+    pace = Pace(lambda tokens, context: 1e-3 * tokens, 16)
+    assert pace.chunk(0, 0.2, 2048) == 32
+    pace.learn(32, 32, 0.064)
+    assert pace.scale == pytest.approx(2.0) and pace.chunk(0, 0.2, 2048) == 64
+    pace.learn(512, 512, 1.024)
+    pace.learn(0, 0, 0.04)
+    assert pace.decode_s == pytest.approx(0.02) and pace.chunk(0, 0.2, 2048) == 80 and pace.chunk(0, 0.001, 2048) == 16
 
 
 def test_a_private_prompt_leaves_nothing_behind():
@@ -309,8 +328,9 @@ def test_priority_goes_first_and_long_waiting_goes_before_priority():
 
 
 def test_a_prompt_among_decoding_neighbours_comes_in_chunks_that_keep_the_bound():
-    engine = fake.engine(pages=200, context=400, limits=Limits(max_batch=4, chunk_tokens=128, max_stall_s=0.05), estimate=lambda d, t, c: 1e-3 * (d + t))
+    engine = fake.engine(pages=200, context=400, limits=Limits(max_batch=4, chunk_tokens=128, max_stall_s=0.05), estimate=lambda t, c: 1e-3 * t)
     engine.scheduler.pace.learn = lambda *a: None
+    engine.scheduler.pace.largest = 1000
     engine.add(Request("a", prompt(8), dataclasses.replace(GREEDY, max_tokens=30)))
     engine.step()
     engine.add(Request("long", prompt(300), dataclasses.replace(GREEDY, max_tokens=1)))
