@@ -299,3 +299,21 @@ def pauses_ns(count: int, scratch: int) -> int:
     for _ in range(count):
         pause()
     return clock(scratch) - start
+
+
+@kernel
+def echo(control: int, tid: int, threads: int, arguments: int) -> int:
+    """A job that proves a mailbox. arguments: x, its 8-byte words, 1 when it is bf16, out (x as float32), a second source, its words, a place for
+    its copy."""
+    if tid == 0:
+        x, words, half, out = peek(arguments), peek(arguments + 8), peek(arguments + 16), peek(arguments + 24)
+        for i in range(words):
+            w = peek(x + 8 * i)
+            if half:
+                poke(out + 16 * i, ((w & 0xFFFF) << 16) | ((w >> 16) << 48))
+                poke(out + 16 * i + 8, (((w >> 32) & 0xFFFF) << 16) | ((w >> 48) << 48))
+            else:
+                poke(out + 8 * i, w)
+        for i in range(peek(arguments + 40)):
+            poke(peek(arguments + 48) + 8 * i, peek(peek(arguments + 32) + 8 * i))
+    return 0

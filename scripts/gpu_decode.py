@@ -30,8 +30,9 @@ from hetero.gpu.ops import Step
 from hetero.memory import bank as banks
 from hetero.memory.cache import Cache
 from hetero.model.experts import expert_layer
-from hetero.model.handoff import HandedOver, Handoff
+from hetero.model.handoff import HandedOver, Handoff, jobs_of
 from hetero.model.load import load_decoder
+from hetero.model.probe import Echo, prove
 from hetero.model.weights import Weights
 from hetero.weights.dummy import Dummy
 
@@ -69,10 +70,10 @@ class Bench:
         ops = Cuda(self.context, "cuda", torch.bfloat16)
         layers = [expert_layer(banks.moe(model, l), self.bank.stores[l], self.bank.biases[l]) for l in model.moe_layers]
         top_k = banks.moe(model, model.moe_layers[0]).router.top_k
-        self.handoff = Handoff(layers, self.team, model.hidden, top_k, self.most, ops.device, ops.dtype, a.kind)
+        self.handoff = Handoff(jobs_of(layers, self.team), len(layers), self.team, model.hidden, top_k, self.most, ops.device, ops.dtype, a.kind)
         index = {l: i for i, l in enumerate(model.moe_layers)}
         self.decoder = load_decoder(ops, model, Weights(tensors.of(model), weights.dense),
-                                    lambda l, part: HandedOver(self.handoff, index[l], cpu.isa(), ops.isa), a.dense_format, a.dense_format)
+                                    lambda l, part: HandedOver(self.handoff, index[l], layers[index[l]], cpu.isa()), a.dense_format, a.dense_format)
         width = -(-self.context // PAGE)
         pages = max(b * (-(-(c + 64) // PAGE)) for b in a.batches for c in a.contexts if b * c <= a.kv_tokens) + 1
         self.cache = Cache(model, pages, PAGE, a.kv_dtype, "cuda")
@@ -84,7 +85,8 @@ class Bench:
     def step(self, batch: int, context: int) -> Step:
         """One token for each of `batch` sequences that hold `context` tokens."""
         each = -(-(context + 64) // PAGE)
-        table = torch.arange(batch * each, dtype=torch.int32).view(batch, each)
+        table = torch.full((batch, self.graphs.width), -1, dtype=torch.int32)     # as wide as the graphs': attention splits alike
+        table[:, :each] = torch.arange(batch * each, dtype=torch.int32).view(batch, each)
         tokens = torch.randint(0, self.model.vocab, (batch,))
         slots = table[:, context // PAGE].long() * PAGE + context % PAGE
         at = torch.full((batch,), context, dtype=torch.int32)
@@ -98,7 +100,7 @@ class Bench:
         with torch.no_grad():
             eager = self.decoder(step, self.cache)
         difference = ((replayed - eager).norm() / eager.norm()).item()
-        assert torch.isfinite(replayed).all() and difference < 2e-2, difference
+        assert torch.isfinite(replayed).all() and difference < 1e-3, difference
         return {"graph_against_eager": difference, "same_top": (replayed.argmax(-1) == eager.argmax(-1)).float().mean().item()}
 
     def gpu_alone(self, batch: int) -> float:
@@ -115,6 +117,19 @@ class Bench:
             times.append(a.elapsed_time(b))
         self.handoff.recover()
         return median(times)
+
+    def kernels(self, batch: int) -> list[tuple[str, float, float]]:
+        """(kernel, launches per layer, microseconds per layer) of the graph with every answer there, the most expensive first."""
+        graph = self.graphs.graphs[next(s for s in sorted(self.graphs.graphs) if s >= batch)][0]
+        self.handoff.flags.release()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(5):
+                graph.replay()
+            torch.cuda.synchronize()
+        self.handoff.recover()
+        n = 5 * len(self.model.layers)
+        rows = [(e.key[:60], e.count / n, e.device_time_total / n) for e in profile.key_averages()]
+        return sorted(rows, key=lambda r: -r[2])[:24]
 
     def measure(self, batch: int, context: int, steps: int) -> dict:
         checked = self.check(batch, context)
@@ -155,11 +170,21 @@ def main() -> None:
     p.add_argument("--contexts", type=lambda s: [int(n) for n in s.split(",")], default=[128])
     p.add_argument("--steps", type=int, default=20)
     p.add_argument("--check-only", action="store_true")
+    p.add_argument("--profile", action="store_true", help="kernels of the graph by time, and what each kind of handoff costs")
     p.add_argument("--json", type=Path)
     a = p.parse_args()
     kept = json.loads(a.json.read_text()) if a.json and a.json.exists() else {}
     bench = Bench(a)
     with bench.team.seat():
+        if a.profile:
+            for kind in ("flags", "memops", "callback"):
+                echo = Echo(kind, bench.team, torch.device("cuda"), torch.bfloat16, bench.model.hidden, 8)
+                print(f"handoff by {kind}: {echo.run() * 1e6:.1f} us per layer, echo right in every round")
+            print(prove(bench.team, torch.device("cuda"), torch.bfloat16, bench.model.hidden, 8))
+            for batch in a.batches:
+                print(f"batch {batch}")
+                for name, count, us in bench.kernels(batch):
+                    print(f"  {us:7.2f} us/layer {count:5.2f}/layer  {name}")
         if a.check_only:
             print({f"batch {b}": bench.check(b, a.contexts[0]) for b in a.batches})
         else:

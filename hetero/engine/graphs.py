@@ -58,6 +58,7 @@ class Graphs:
     def _capture(self, n: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         h = self.handoff
         if h is not None:
+            h.ready(n)
             h.recording = True
             h.live.zero_()
             h.flags.release()                                    # nobody answers while kernels are warmed
@@ -96,6 +97,7 @@ class Graphs:
         else:
             if h.gave_up():
                 raise EngineFailed("a GPU kernel gave up waiting for the CPU experts", "the step before this one gave garbage")
+            h.ready(size)
             try:
                 graph.replay()
                 h.play(size)

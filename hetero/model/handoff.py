@@ -9,7 +9,7 @@ Outside of a graph a layer is computed eagerly, through staging memory. The prot
 the GPU runs to its end with garbage, is drained, and the flags are cleared before anything else is launched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from hetero.gpu import driver, mailbox
 from hetero.gpu.ops import Row
 
 KINDS = ("flags", "memops", "callback")
+Jobs = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], list[Prepared]]     # x, ids, weights, out of some tokens -> a job per layer
 POLL_S = 1.2e-6                          # one look at host memory over PCIe
 LINE = 128
 
@@ -30,17 +31,17 @@ LINE = 128
 class Handoff:
     """The mailbox of a model's routed layers on one device, for steps of up to `tokens` tokens. Not thread-safe: one thread runs the steps."""
 
-    def __init__(self, layers: Sequence[ExpertLayer], team: Team, hidden: int, top_k: int, tokens: int, device: torch.device, dtype: torch.dtype,
+    def __init__(self, jobs: Jobs, layers: int, team: Team, hidden: int, top_k: int, tokens: int, device: torch.device, dtype: torch.dtype,
                  kind: str = "flags", deadline_s: float = 2.0) -> None:
-        self.layers, self.team, self.device, self.dtype, self.kind, self.deadline_s = tuple(layers), team, device, dtype, kind, deadline_s
+        self.jobs, self.layers, self.team, self.device, self.dtype, self.kind, self.deadline_s = jobs, layers, team, device, dtype, kind, deadline_s
         self.hidden, self.top_k, self.tokens = hidden, top_k, tokens
         self.recording = False
         self.seconds_per_layer = 0.0     # measured by the probe: what the handoff adds to a layer
         self.wire = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         pinned = device.type == "cuda"
-        flags = torch.zeros(Mailbox.nbytes(len(layers)) + LINE, dtype=torch.uint8, pin_memory=pinned)
+        flags = torch.zeros(Mailbox.nbytes(layers) + LINE, dtype=torch.uint8, pin_memory=pinned)
         start = -flags.data_ptr() % LINE
-        self.flags = Mailbox(flags[start:start + Mailbox.nbytes(len(layers))].numpy(), len(layers))
+        self.flags = Mailbox(flags[start:start + Mailbox.nbytes(layers)].numpy(), layers)
         self.x = torch.zeros(tokens, hidden, dtype=self.wire, pin_memory=pinned)
         self.ids = torch.full((tokens, top_k), -1, dtype=torch.int32, pin_memory=pinned)
         self.weights = torch.zeros(tokens, top_k, pin_memory=pinned)
@@ -72,24 +73,30 @@ class Handoff:
     def close_step(self) -> None:
         """After the last layer and all that follows it."""
         if self.kind != "callback":
-            mailbox.end(self.flags.request(len(self.layers)))
+            mailbox.end(self.flags.request(self.layers))
 
     # -- the CPU's side ------------------------------------------------------------------------------------------------------------------------
 
     def program(self, T: int) -> Program:
         """Every layer's job on the first T rows of the mailbox, made once."""
         if T not in self._programs:
-            self._programs[T] = Program(self.jobs(T))
+            self._programs[T] = Program(self.prepared(T))
         return self._programs[T]
 
-    def jobs(self, T: int) -> list[Prepared]:
-        x, ids, weights, out = numpy_of(self.x[:T]), self.ids[:T].numpy(), self.weights[:T].numpy(), self.out[:T].numpy()
-        return [layer.prepared(x, ids, weights, out, self.team) for layer in self.layers]
+    def prepared(self, T: int) -> list[Prepared]:
+        return self.jobs(numpy_of(self.x[:T]), self.ids[:T].numpy(), self.weights[:T].numpy(), self.out[:T].numpy())
 
     def calls(self, T: int) -> "Calls":
         if T not in self._calls:
-            self._calls[T] = Calls(self, self.jobs(T))
+            self._calls[T] = Calls(self, self.prepared(T))
         return self._calls[T]
+
+    def ready(self, T: int) -> None:
+        """Makes and compiles the CPU's side of steps of T tokens: to be done before such a step is launched, as the GPU does not wait for ever."""
+        if self.kind == "callback":
+            self.calls(T)
+        else:
+            self.program(T)
 
     def play(self, T: int) -> None:
         """The CPU's side of a launched step of T tokens; returns when the last layer is answered. Raises EngineFailed, the GPU drained."""
@@ -107,13 +114,15 @@ class Handoff:
             failed = self.failed(why, program)
             self.recover()
             raise failed
+        if self.gave_up():
+            raise EngineFailed(f"the GPU gave up waiting for the CPU experts after {2 * self.deadline_s:g} s", "the step's requests are lost")
 
     def failed(self, why: int, program: Program) -> EngineFailed:
         """What to say about a step that ended early: which layer, and whose fault."""
         times = program.times
         last = int(times[:, 0].argmax()) if times.any() else -1
         answered = last < 0 or times[last, 1] >= times[last, 0]
-        layer = (last + 1) % len(self.layers) if answered else last
+        layer = (last + 1) % self.layers if answered else last
         if why == LATE and answered:
             return EngineFailed(f"the GPU did not ask for routed layer {layer} within {self.deadline_s:g} s", "look for a GPU error above", layer)
         cause = {LATE: f"no answer within {self.deadline_s:g} s", LOST: "a thread of the team did not come back; the team was replaced"}.get(why)
@@ -184,11 +193,16 @@ def numpy_of(x: Tensor) -> np.ndarray:
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
+def jobs_of(layers: Sequence[ExpertLayer], team: Team) -> Jobs:
+    """What a Handoff runs for routed layers."""
+    return lambda x, ids, weights, out: [layer.prepared(x, ids, weights, out, team) for layer in layers]
+
+
 class HandedOver:
     """The executor of one routed layer: experts on the CPU, everything around them on the GPU. `index` counts routed layers."""
 
-    def __init__(self, handoff: Handoff, index: int, isa: str, capability: str) -> None:
-        self.handoff, self.index, self.layer, self.isa, self.capability = handoff, index, handoff.layers[index], isa, capability
+    def __init__(self, handoff: Handoff, index: int, layer: ExpertLayer, isa: str) -> None:
+        self.handoff, self.index, self.layer, self.isa = handoff, index, layer, isa
         self.T = 0
 
     def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:

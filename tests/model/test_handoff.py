@@ -10,7 +10,7 @@ import torch
 from cpu_kernels import ExpertLayer, ExpertStore
 from cpu_kernels.team import Team
 from hetero.errors import EngineFailed
-from hetero.model.handoff import HandedOver, Handoff, numpy_of
+from hetero.model.handoff import HandedOver, Handoff, jobs_of, numpy_of
 
 E, H, I, K, L = 6, 64, 96, 2, 3
 
@@ -35,7 +35,7 @@ def layers():
 
 @pytest.fixture
 def handoff(team, layers):
-    return Handoff(layers, team, H, K, 4, torch.device("cpu"), torch.bfloat16, deadline_s=0.5)
+    return Handoff(jobs_of(layers, team), L, team, H, K, 4, torch.device("cpu"), torch.bfloat16, deadline_s=0.5)
 
 
 class PretendGpu(threading.Thread):
@@ -121,7 +121,7 @@ def test_a_kernel_that_gave_up_is_seen_once(handoff):
 
 
 def test_outside_of_a_graph_a_layer_is_computed_through_staging_memory(handoff, layers, team):
-    executor = HandedOver(handoff, 1, "generic", "none")
+    executor = HandedOver(handoff, 1, layers[1], "generic")
     for T in (3, 9):
         x, ids, weights = torch.randn(T, H).bfloat16(), some_ids(T), torch.rand(T, K)
         executor.start(x, ids, weights)
