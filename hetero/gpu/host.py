@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpu_kernels import heads, router, small
+from cpu_kernels import attention, heads, router, small
+from cpu_kernels.linear import Linear
 from cpu_kernels.operands import ready
 from cpu_kernels.team import Prepared, Team
 from hetero.arch import spec
 from hetero.gpu.ops import KV, LatentAttend, Matrix, Row, Step
-from hetero.gpu.plain import Plain, paged_attention
+from hetero.gpu.plain import Plain
 from hetero.gpu.tables import scale_of
 
 KV_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
@@ -40,6 +41,7 @@ class Host:
         self.context, self.team, self.isa = context, team, isa
         self.tape: list[Prepared] | None = None
         self.plain, self.recordable = Plain(context), True
+        self.scratch = attention.Scratch(team.threads, context)
 
     # -- running and recording ----------------------------------------------------------------------------------------------------------
 
@@ -79,12 +81,10 @@ class Host:
 
     def attend(self, part: spec.GQA, eps: float, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
                sinks: Tensor | None = None) -> "HostAttend":
-        self.recordable = False
         return HostAttend(self, part, eps, *(None if t is None else t.float().contiguous() for t in (q_norm, k_norm, sinks)))
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None, format: str = "", logits: bool = False) -> Matrix:
-        self.recordable = False
-        return self.plain.matrix(weight, bias, format, logits)
+        return HostMatrix(self, weight, bias, format)
 
     def latent_attend(self, part: spec.MLA, eps: float, kv_norm: Tensor, kv_b: Tensor) -> LatentAttend:
         self.recordable = False
@@ -129,6 +129,31 @@ class HostEmbed:
         return self.ops.tell("embed", "small.embed", KV_NAMES[self.weight.dtype], self.weight.nbytes)
 
 
+class HostMatrix:
+    """A matrix in a packed format; bf16 weights meet float32 activations, so their products are exact."""
+
+    def __init__(self, ops: Host, weight: Tensor, bias: Tensor | None, format: str) -> None:
+        self.ops, (self.rows, self.cols) = ops, weight.shape
+        self.linear = Linear(format or KV_NAMES.get(weight.dtype, "f32"), self.rows, self.cols)
+        if weight.dtype == torch.bfloat16:
+            self.linear.put(weight.contiguous().view(torch.uint16).numpy(), "bf16")
+        else:
+            self.linear.put(weight.float().contiguous().numpy())
+        self.bias = None
+        if bias is not None:
+            self.bias = torch.zeros(-(-self.rows // 16) * 16)
+            self.bias[:self.rows] = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty(x.shape[0], self.rows)
+        if x.shape[0]:
+            self.ops.play(self.linear.prepared(at(x), x.shape[0], at(out), self.ops.team.threads, at(self.bias), (x, out, self.bias)))
+        return out
+
+    def row(self) -> Row:
+        return self.ops.tell("linear", f"linear.{self.linear.format.name}", self.linear.format.name, self.linear.nbytes)
+
+
 class HostNorm:
     def __init__(self, ops: Host, weight: Tensor, bias: Tensor | None, eps: float) -> None:
         self.ops, self.weight, self.eps = ops, weight.float().contiguous(), eps
@@ -164,8 +189,6 @@ class HostRoute:
 
 
 class HostAttend:
-    """Heads prepared by our kernel, scores and values by the plain twin."""
-
     def __init__(self, ops: Host, part: spec.GQA, eps: float, q_norm: Tensor | None, k_norm: Tensor | None, sinks: Tensor | None) -> None:
         self.ops, self.part, self.eps, self.q_norm, self.k_norm, self.sinks = ops, part, eps, q_norm, k_norm, sinks
         self.table = (None, None) if part.rope is None else ops.plain.table(part.rope)
@@ -182,9 +205,14 @@ class HostAttend:
 
     def __call__(self, qkv: Tensor, kv: KV, step: Step) -> Tensor:
         self.prepare(qkv, kv, step)
-        a = self.part
-        q = qkv[:, :a.heads * a.head_dim].unflatten(-1, (a.heads, a.head_dim))
-        return paged_attention(q, kv, step, a.window, self.scale, self.sinks).flatten(1)
+        a, T, out = self.part, qkv.shape[0], torch.empty(qkv.shape[0], self.part.heads * self.part.head_dim)
+        assert step.pages.stride(1) == 1
+        self.ops.play(attention.attend(
+            at(qkv), qkv.shape[1], T, step.lengths.shape[0], at(step.positions), at(step.starts), at(step.lengths), step.pages.data_ptr(),
+            step.pages.stride(0), kv.keys.shape[2], at(kv.keys), at(kv.values), at(kv.key_scales), at(kv.value_scales),
+            heads.KV_TYPES[KV_NAMES[kv.keys.dtype]], at(out), a.heads, a.kv_heads, a.head_dim, a.window or 0, at(self.sinks), self.scale,
+            self.ops.scratch, (qkv, kv, step, out, self.sinks)))
+        return out
 
     def row(self) -> Row:
-        return self.ops.tell("attention", "torch.paged_gqa")
+        return self.ops.tell("attention", "attention.grouped", "")
