@@ -123,9 +123,9 @@ def load(weights: Weights, asked: str = "auto", cache_dir: Path | None = None, t
         by, origins = "dummy", fill_dummy(bank, weights, threads, progress)
     else:
         origins = fill(bank, weights, threads, progress)
-        if key and cache_dir:
-            name = weights.source.name if isinstance(weights, Checkpoint) else ""
-            described = {"model": name, "formats": "+".join(sorted(set(bank.formats.values()))), "origins": {l: vars(o) for l, o in origins.items()}}
+        if key and cache_dir and isinstance(weights, Checkpoint):
+            name = weights.source.name
+            described = {"model": name, "formats": "+".join(sorted(set(bank.formats.values()))), "of": weights_key(weights), "origins": {l: vars(o) for l, o in origins.items()}}
             note = packed.write(cache_dir, key, bank.arena.memory, described, progress)
     bank.biases = {l: weights.expert_biases(l) for l in weights.model.moe_layers}
     bank.filled = Filled(by, bank.arena.nbytes, time.perf_counter() - began, bank.arena.ask_for_huge_pages(), note, origins)
@@ -259,17 +259,22 @@ def fill_dummy(bank: Bank, weights: Dummy, threads: int, progress: Progress) -> 
     return origins
 
 
-def cache_key(checkpoint: Checkpoint, chosen: dict[int, str]) -> str:
-    """Names the packed bytes: of these files (sizes, times, headers), in these formats, packed by this code."""
+def weights_key(checkpoint: Checkpoint) -> str:
+    """Names the weights: these files (sizes, times, headers) read under this quantization block, cut to these layers."""
     h = hashlib.sha256()
     for path in checkpoint.source.weights:
         stat = path.stat()
         h.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     for s in checkpoint.stored.values():
         h.update(f"{s.name} {s.dtype} {s.shape} {s.file.name} {s.start}\n".encode())
-    h.update(json.dumps([sorted(chosen.items()), checkpoint.model.hidden, sorted(checkpoint.quant.items(), key=str)], default=str).encode())
-    h.update(packing_version().encode())
+    h.update(json.dumps([checkpoint.model.moe_layers, sorted(checkpoint.quant.items(), key=str)], default=str).encode())
     return h.hexdigest()[:32]
+
+
+def cache_key(checkpoint: Checkpoint, chosen: dict[int, str]) -> str:
+    """Names the packed bytes: of these weights, in these formats, packed by this code."""
+    text = json.dumps([weights_key(checkpoint), sorted(chosen.items()), packing_version()])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def packing_version() -> str:

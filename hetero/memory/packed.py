@@ -31,6 +31,7 @@ class Entry:
     key: str
     model: str
     formats: str
+    of: str                              # names the weights it was packed from; the same for every packing of them
     nbytes: int
     used_at: float                       # seconds since the epoch
     whole: bool
@@ -113,6 +114,9 @@ def write(cache_dir: Path, key: str, memory: np.ndarray, header: dict[str, Any],
                 write_all(f.fileno(), TRAILER)
                 os.fsync(f.fileno())
             temporary.replace(folder / f"{key}.packed")
+            for e in entries(cache_dir):         # what older code packed from the same weights is never read again
+                if e.key != key and e.of == header["of"] and e.formats == header["formats"]:
+                    e.path.unlink(missing_ok=True)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as e:
@@ -134,7 +138,8 @@ def entries(cache_dir: Path) -> list[Entry]:
             continue
         stat, head = path.stat(), header_of(path) if path.suffix == ".packed" else None
         h = head[0] if head else {}
-        found.append(Entry(path, path.name.split(".")[0], h.get("model", "?"), h.get("formats", "?"), stat.st_size, stat.st_mtime, head is not None))
+        found.append(Entry(path, path.name.split(".")[0], h.get("model", "?"), h.get("formats", "?"), h.get("of", ""),
+                           stat.st_size, stat.st_mtime, head is not None))
     return sorted(found, key=lambda e: -e.used_at)
 
 

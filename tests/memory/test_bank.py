@@ -75,6 +75,16 @@ def test_the_second_start_reads_the_same_bytes_from_the_packed_cache(tiny, tmp_p
     assert bank.load(open_(tiny("qwen3_moe", "bfloat16")), cache_dir=tmp_path).filled.by == "checkpoint"
 
 
+def test_bytes_packed_by_older_code_are_not_read_and_make_room(tiny, tmp_path, monkeypatch):
+    c = open_(tiny("olmoe", "bfloat16"))
+    bank.load(c, cache_dir=tmp_path)
+    old = packed.entries(tmp_path)
+    bank.load(c, "int8_g32", cache_dir=tmp_path)
+    monkeypatch.setattr(bank, "packing_version", lambda: "newer")
+    assert bank.load(c, cache_dir=tmp_path).filled.by == "checkpoint"
+    assert len(packed.entries(tmp_path)) == 2 and old[0].key not in {e.key for e in packed.entries(tmp_path)}
+
+
 @pytest.mark.parametrize("damage", ["cut", "short", "grown", "magic", "header"])
 def test_a_torn_cache_file_is_ignored_and_replaced(damage, tiny, tmp_path):
     c = open_(tiny("mixtral", "bfloat16"))
