@@ -91,7 +91,8 @@ class LLM:
             return OnCpu(self.layers[l], self.ops, options.precision, options.deterministic)
         self.decoder = load_decoder(self.ops, model, Weights(tensors.of(model), self.weights.dense), experts, plan.dense_format, plan.dense_format)
         kv = KV_NAMES[plan.kv_dtype]
-        self.cache = Cache(model, -(-plan.kv_tokens // PAGE), PAGE, kv, host_pages=(options.kv_ram or 0) // page_nbytes(model, PAGE, kv))
+        self.cache = Cache(model, -(-plan.kv_tokens // PAGE), PAGE, kv, host_pages=(options.kv_ram or 0) // page_nbytes(model, PAGE, kv),
+                           rows=plan.max_batch)
         limits = Limits(plan.max_batch, plan.chunk, options.max_stall_ms / 1e3)
         self.vocab = min(self.tokenizer.size, model.vocab)
         self.replay = Replay(self.decoder, self.ops, plan.max_batch, -(-plan.ctx // PAGE) + 1)

@@ -8,7 +8,8 @@ from typing import Any
 from hetero.arch.bridged import BRIDGED
 from hetero.arch.fields import Fields
 from hetero.arch.names import HF, LAYER, MIXTRAL, glu, under
-from hetero.arch.parts import PER_TOKEN, act, gqa, leading_dense, mla, model, router, sigmoid_moe, sparse_step, stack
+from hetero.arch.names import delta_net as delta_net_names
+from hetero.arch.parts import PER_TOKEN, act, delta_net, gqa, layer_kinds, leading_dense, mla, model, router, sigmoid_moe, sparse_step, stack
 from hetero.arch.spec import Act, Layer, Model, MoE
 from hetero.errors import UnsupportedModel
 
@@ -194,6 +195,25 @@ def phimoe(f: Fields) -> Model:
     return model(f, "phimoe", stack(f, attention, moe), MIXTRAL, eps=1e-5, norm_bias=True, head_bias=f.flag("lm_head_bias", default=False))
 
 
+def qwen3_next(f: Fields, grouped: bool = True) -> Model:
+    """Three layers of gated delta net to one of gated attention, both over Qwen2-MoE's layer; norms are stored less one."""
+    f.expect(attention_bias=False, use_sliding_window=False, attn_output_gate=True)
+    f.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "intermediate_size")
+    attention, linear = gqa(f, partial=0.25, qk_norm="head", gate=True), delta_net(f, grouped)
+    moe = MoE(router(f, ("num_experts",), PER_TOKEN, "softmax", f.flag("norm_topk_prob", default=True)), f.count("moe_intermediate_size"),
+              shared=f.count("shared_expert_intermediate_size"), shared_gate=True, act=act(f))
+    kinds = layer_kinds(f, {"linear_attention": linear, "full_attention": attention}, 4)
+    ffns = stack(f, attention, moe, sparse_step(f))
+    names = HF | glu("shared", LAYER + "mlp.shared_expert") | delta_net_names(LAYER + "linear_attn") | {
+        "shared_gate": LAYER + "mlp.shared_expert_gate.weight"}
+    return model(f, "qwen3_next", [replace(layer, attention=kind) for layer, kind in zip(ffns, kinds, strict=True)], names, norm_shift=1.0)
+
+
+def qwen3_5_moe(f: Fields) -> Model:
+    f.expect(decoder_sparse_step=1, mlp_only_layers=((), []), norm_topk_prob=True)
+    return replace(qwen3_next(f, grouped=False), family="qwen3_5_moe")
+
+
 def bailing_moe(f: Fields) -> Model:
     """Ling: DeepSeek-MoE's layer with renormalized weights, q, k and v in one matrix, and a head of unit columns."""
     f.expect(norm_softmax=False, use_qk_norm=False, num_nextn_predict_layers=0, score_function="softmax", moe_router_enable_expert_bias=False,
@@ -217,12 +237,13 @@ FAMILIES: dict[str, Callable[[Fields], Model]] = {
     "Glm4MoeForCausalLM": glm4_moe, "Glm4MoeLiteForCausalLM": glm4_moe_lite, "Dots1ForCausalLM": dots1, "GptOssForCausalLM": gpt_oss,
     "MiniMaxM2ForCausalLM": minimax_m2, "HunYuanMoEV1ForCausalLM": hunyuan_v1_moe, "Ernie4_5_MoeForCausalLM": ernie4_5_moe,
     "GraniteMoeForCausalLM": granitemoe, "GraniteMoeSharedForCausalLM": granitemoe, "PhimoeForCausalLM": phimoe, "PhiMoEForCausalLM": phimoe,
-    "BailingMoeForCausalLM": bailing_moe,
+    "BailingMoeForCausalLM": bailing_moe, "Qwen3NextForCausalLM": qwen3_next, "Qwen3_5MoeForCausalLM": qwen3_5_moe,
 }
 # Multimodal checkpoints whose text part is a known family: its row, and what stands for "model." and "lm_head" in their names.
 TEXT_PARTS: dict[str, tuple[Callable[[Fields], Model], str, str]] = {
     "Qwen3VLMoeForConditionalGeneration": (qwen3_vl_moe, "model.language_model.", "lm_head"),
     "Glm4vMoeForConditionalGeneration": (glm4v_moe, "model.language_model.", "lm_head"),
+    "Qwen3_5MoeForConditionalGeneration": (qwen3_5_moe, "model.language_model.", "lm_head"),
     "KimiK25ForConditionalGeneration": (kimi_k25, "language_model.model.", "language_model.lm_head"),
 }
 BY_TYPE = {row.__name__: name for name, row in FAMILIES.items()} | {"phimoe": "PhiMoEForCausalLM", "granitemoeshared": "GraniteMoeSharedForCausalLM",

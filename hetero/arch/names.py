@@ -10,6 +10,14 @@ def _attention(at: str) -> dict[str, str]:
     return weights | {f"attn.{key}.bias": f"{at}.{name}.bias" for key, name in keys.items()} | {"attn.sinks": f"{at}.sinks"}
 
 
+def delta_net(at: str) -> dict[str, str]:
+    """A gated delta net's tensors, in both spellings of its inputs."""
+    stems = {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "qkv": "in_proj_qkv", "z": "in_proj_z", "b": "in_proj_b", "a": "in_proj_a",
+             "conv": "conv1d", "norm": "norm", "o": "out_proj"}
+    named = {f"delta.{key}": f"{at}.{stem}.weight" for key, stem in stems.items()}
+    return named | {"delta.dt_bias": f"{at}.dt_bias", "delta.a_log": f"{at}.A_log"}
+
+
 def glu(key: str, at: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, str]:
     """The three matrices of a gated feed-forward block and their biases."""
     parts = (("gate", gate), ("up", up), ("down", down))

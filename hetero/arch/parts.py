@@ -5,7 +5,7 @@ from typing import Any
 
 from hetero.arch import rope
 from hetero.arch.fields import Fields
-from hetero.arch.spec import GQA, MLA, Act, Dense, Layer, Model, MoE, Router
+from hetero.arch.spec import GQA, MLA, Act, Dense, GatedDeltaNet, Layer, Model, MoE, Router
 
 PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token")
 ACTIVATIONS = {"silu": Act("silu"), "swish": Act("silu"), "gelu": Act("gelu"), "gelu_pytorch_tanh": Act("gelu_tanh"), "gelu_new": Act("gelu_tanh"),
@@ -34,6 +34,22 @@ def mla(f: Fields) -> MLA:
         raise f.refuse("partial_rotary_factor", f("partial_rotary_factor", default=None), "1.0 with latent attention")
     return MLA(f.count("num_attention_heads"), f.count("q_lora_rank", default=None), f.count("kv_lora_rank"), nope, f.count("v_head_dim"), turning,
                (nope + turned) ** -0.5 * rope.softmax_growth(turning))
+
+
+def delta_net(f: Fields, grouped: bool) -> GatedDeltaNet:
+    """Qwen3-Next's and Qwen3.5's linear attention."""
+    f.expect(mamba_ssm_dtype="float32", output_gate_type=("swish", "silu"))
+    key_heads, value_heads = f.count("linear_num_key_heads"), f.count("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise f.refuse("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads ({key_heads})")
+    return GatedDeltaNet(key_heads, value_heads, f.count("linear_key_head_dim"), f.count("linear_value_head_dim"),
+                         f.count("linear_conv_kernel_dim", least=2), grouped)
+
+
+def layer_kinds(f: Fields, known: dict[str, Any], interval: int) -> list[Any]:
+    """What each layer is: a word per layer, or every `full_attention_interval`-th (default `interval`) full and the others linear."""
+    n, step = f.count("num_hidden_layers", most=4096), f.count("full_attention_interval", default=interval)
+    return f.words("layer_types", n, known, default=["linear_attention" if (i + 1) % step else "full_attention" for i in range(n)])
 
 
 def act(f: Fields) -> Act:

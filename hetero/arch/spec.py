@@ -41,6 +41,7 @@ class GQA:
     sinks: bool = False
     clip: float | None = None
     scale: float | None = None           # None: head_dim ** -0.5
+    gate: bool = False                   # q's rows are, per head, query then gate; the output is multiplied by sigmoid(gate)
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,31 @@ class MLA:
     v_dim: int
     rope: Rope
     scale: float | None = None           # None: (nope_dim + rope.dim) ** -0.5
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """Gated delta rule (arXiv 2412.06464). No KV: per sequence a state [value_heads, key_dim, value_dim] and the convolution's last inputs."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    grouped: bool = False                # its inputs come as one matrix, per key head q | k | v | z and b | a, rather than apart
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: q | k | v."""
+        return 2 * self.keys + self.values
 
 
 @dataclass(frozen=True)
@@ -104,7 +130,7 @@ class MoE:
 
 @dataclass(frozen=True)
 class Layer:
-    attention: GQA | MLA
+    attention: GQA | MLA | GatedDeltaNet
     ffn: Dense | MoE
     norm_after: bool = False             # x + norm(f(x)) rather than x + f(norm(x))
     residual_scale: float = 1.0
@@ -144,6 +170,7 @@ class Model:
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     norm_bias: bool = False              # LayerNorm with bias rather than RMSNorm
+    norm_shift: float = 0.0              # added to the weights of norms at load (Qwen3-Next stores them less one)
     head_bias: bool = False
     unit_head: bool = False              # the head's columns are divided by their length over the vocabulary, at load
 

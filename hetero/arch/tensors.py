@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from math import prod
 
-from hetero.arch.spec import GQA, MLA, Dense, Layer, Model, MoE, Tensor
+from hetero.arch.spec import GQA, MLA, Dense, GatedDeltaNet, Layer, Model, MoE, Tensor
 
 EXPERT_PARTS = ("gate", "up", "down")
+SHIFTED = frozenset({"norm", "attn_norm", "ffn_norm", "attn.q_norm", "attn.k_norm"})       # the weights that Model.norm_shift is added to
 
 
 def of(model: Model) -> Iterator[Tensor]:
@@ -102,10 +103,10 @@ def _layer(model: Model, layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "shared_gate", (1, H)
 
 
-def _attention(a: GQA | MLA, H: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _attention(a: GQA | MLA | GatedDeltaNet, H: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     if isinstance(a, GQA):
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        for part, rows in (("q", q), ("k", kv), ("v", kv)):
+        for part, rows in (("q", q * (1 + a.gate)), ("k", kv), ("v", kv)):
             yield f"attn.{part}", (rows, H)
             if a.bias:
                 yield f"attn.{part}.bias", (rows,)
@@ -118,6 +119,9 @@ def _attention(a: GQA | MLA, H: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         if a.out_bias:
             yield "attn.o.bias", (H,)
         return
+    if isinstance(a, GatedDeltaNet):
+        yield from _delta(a, H)
+        return
     head = a.nope_dim + a.rope.dim
     if a.q_rank is None:
         yield "attn.q", (a.heads * head, H)
@@ -129,3 +133,19 @@ def _attention(a: GQA | MLA, H: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "attn.kv_a_norm", (a.kv_rank,)
     yield "attn.kv_b", (a.heads * (a.nope_dim + a.v_dim), a.kv_rank)
     yield "attn.o", (H, a.heads * a.v_dim)
+
+
+def _delta(a: GatedDeltaNet, H: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if a.grouped:
+        yield "delta.qkvz", (a.channels + a.values, H)
+        yield "delta.ba", (2 * a.value_heads, H)
+    else:
+        yield "delta.qkv", (a.channels, H)
+        yield "delta.z", (a.values, H)
+        yield "delta.b", (a.value_heads, H)
+        yield "delta.a", (a.value_heads, H)
+    yield "delta.conv", (a.channels, 1, a.kernel)
+    yield "delta.dt_bias", (a.value_heads,)
+    yield "delta.a_log", (a.value_heads,)
+    yield "delta.norm", (a.value_dim,)
+    yield "delta.o", (H, a.values)

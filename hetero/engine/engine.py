@@ -83,6 +83,8 @@ class Engine:
         if self.pages.need(context, limits.chunk_tokens) > cache.pages:
             self.context = cache.pages * cache.page_size
         self.scheduler = Scheduler(self.pages, limits, Pace(estimate, cache.page_size))
+        self.scheduler.reuse = not cache.states
+        assert not cache.states or cache.rows >= limits.max_batch
         self.runner = Runner(decoder, cache, vocab, limits.max_batch, limits.chunk_tokens, self.context)
         self.live: dict[str, Live] = {}
         self.ready: list[Output] = []                      # outputs that no step brought: aborts

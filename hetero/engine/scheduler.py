@@ -128,7 +128,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []                  # in order of `key`
         self.running: list[Sequence] = []
         self.rows = list(range(limits.max_batch - 1, -1, -1))
-        self.preempted = 0
+        self.preempted, self.reuse = 0, True               # reuse: whether cached pages say all that a sequence needs to go on
 
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=lambda s: s.key)
@@ -207,7 +207,7 @@ class Scheduler:
         coming = {d for s in self.running if s.computed < s.length - 1 for d in s.table.digests[s.table.committed:]}
         for sequence in self.waiting:
             table = sequence.table
-            limit = 0 if sequence.scoring else sequence.length - 1       # the last token is always evaluated
+            limit = 0 if sequence.scoring or not self.reuse else sequence.length - 1       # the last token is always evaluated
             match = self.pages.match(table, sequence.tokens[:sequence.length], limit)
             next_page = match.tokens // self.pages.page_size
             if not sequence.urgent and next_page < len(table.digests) and table.digests[next_page] in coming:
@@ -219,8 +219,8 @@ class Scheduler:
                 if not sequence.admitted:
                     sequence.admitted, sequence.cached_tokens = True, sequence.computed
                     sequence.cache_miss = match.miss if sequence.computed == match.tokens else f"evicted@tok {sequence.computed}"
-                    if sequence.scoring:
-                        sequence.cache_miss = "prompt_logprobs"
+                    if sequence.scoring or not self.reuse:
+                        sequence.cache_miss = "prompt_logprobs" if sequence.scoring else "this model keeps states, which no page holds"
                 sequence.row = self.rows.pop()
                 self.running.append(sequence)
                 return sequence

@@ -10,6 +10,7 @@ from torch import Tensor
 from hetero.arch import spec
 from hetero.errors import UnusableHardware
 from hetero.gpu import attention, linear, norm, plain, rope, router
+from hetero.gpu.delta import PlainDelta
 from hetero.gpu.ops import KV, LatentKV, Matrix, Row, Step
 from hetero.gpu.tables import rope_table, scale_of
 
@@ -71,6 +72,14 @@ class Cuda:
 
     def latent_attend(self, part: spec.MLA, eps: float, kv_norm: Tensor, kv_b: Tensor) -> "CudaLatentAttend":
         return CudaLatentAttend(self, part, eps, kv_norm, kv_b)
+
+    def delta(self, part: spec.GatedDeltaNet, eps: float, conv: Tensor, dt_bias: Tensor, a_log: Tensor, norm: Tensor) -> PlainDelta:
+        made = PlainDelta(part, eps, *(self.own(t, torch.float32) for t in (conv, dt_bias, a_log, norm)))
+        made.note = "torch operators, sequence by sequence: not in a graph"
+        return made
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
 
     def route(self, part: spec.Router, correction: Tensor | None = None) -> "CudaRoute":
         return CudaRoute(self, part, correction)

@@ -16,7 +16,7 @@ from cpu_kernels.linear import Linear
 from cpu_kernels.operands import ready
 from cpu_kernels.team import Prepared, Team
 from hetero.arch import spec
-from hetero.gpu.ops import KV, LatentAttend, Matrix, Row, Step
+from hetero.gpu.ops import KV, Delta, LatentAttend, Matrix, Row, Step
 from hetero.gpu.plain import Plain
 from hetero.gpu.tables import scale_of
 
@@ -89,6 +89,14 @@ class Host:
     def latent_attend(self, part: spec.MLA, eps: float, kv_norm: Tensor, kv_b: Tensor) -> LatentAttend:
         self.recordable = False
         return self.plain.latent_attend(part, eps, kv_norm, kv_b)
+
+    def delta(self, part: spec.GatedDeltaNet, eps: float, conv: Tensor, dt_bias: Tensor, a_log: Tensor, norm: Tensor) -> Delta:
+        self.recordable = False
+        return self.plain.delta(part, eps, conv, dt_bias, a_log, norm)
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        assert self.tape is None                         # a layer with a gate is not recorded
+        return self.plain.gate(x, gate)
 
     def route(self, part: spec.Router, correction: Tensor | None = None) -> "HostRoute":
         return HostRoute(self, part, None if correction is None else correction.float().flatten().contiguous())

@@ -48,6 +48,14 @@ class LatentKV:
 
 
 @dataclass(frozen=True)
+class DeltaState:
+    """What sequences keep in one gated delta net layer: a slot per row of the batch (`Step.states`)."""
+
+    conv: Tensor                        # [slots, channels, kernel - 1] f32: the convolution's last inputs
+    memory: Tensor                      # [slots, value_heads, key_dim, value_dim] f32
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the report, told by the thing that runs: what it is, where, by which kernel, on which bytes."""
 
@@ -103,6 +111,15 @@ class LatentAttend(Reports, Protocol):
         ...
 
 
+class Delta(Reports, Protocol):
+    def __call__(self, inputs: Tensor, state: DeltaState, step: Step) -> Tensor:
+        """inputs [T, channels + values + 2 value_heads], q | k | v | z | b | a -> [T, values].
+
+        Convolves, normalizes, applies the gated delta rule, norms and gates; moves the states of step.states on. A sequence whose
+        first token stands at position 0 starts from nothing, whatever its slot held."""
+        ...
+
+
 class Route(Reports, Protocol):
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits [T, E] f32 -> ids [T, k] int32, weights [T, k] f32 (already scaled)."""
@@ -130,6 +147,14 @@ class Ops(Protocol):
 
     def latent_attend(self, part: spec.MLA, eps: float, kv_norm: Tensor, kv_b: Tensor) -> LatentAttend:
         """kv_norm [kv_rank]; kv_b [heads * (nope + v_dim), kv_rank], per head nope rows, then v rows."""
+        ...
+
+    def delta(self, part: spec.GatedDeltaNet, eps: float, conv: Tensor, dt_bias: Tensor, a_log: Tensor, norm: Tensor) -> Delta:
+        """conv [channels, kernel]; dt_bias, a_log [value_heads]; norm [value_dim]."""
+        ...
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), both [T, N]"""
         ...
 
     def route(self, part: spec.Router, correction: Tensor | None = None) -> Route: ...

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetero.arch import spec
+from hetero.gpu.delta import PlainDelta
 from hetero.gpu.ops import KV, LatentKV, Row, Step
 from hetero.gpu.tables import rope_table, scale_of
 
@@ -193,6 +194,12 @@ class Plain:
 
     def route(self, part: spec.Router, correction: Tensor | None = None) -> "PlainRoute":
         return PlainRoute(part, None if correction is None else self.own(correction, torch.float32), str(self.device))
+
+    def delta(self, part: spec.GatedDeltaNet, eps: float, conv: Tensor, dt_bias: Tensor, a_log: Tensor, norm: Tensor) -> PlainDelta:
+        return PlainDelta(part, eps, *map(self.own, (conv, dt_bias, a_log, norm)))
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
 
     def glu(self, act: spec.Act, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)

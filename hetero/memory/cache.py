@@ -1,4 +1,4 @@
-"""The tensors behind KV pages, on the device and in the host tier, and the copies between them; knows no request and no prefix.
+"""The tensors behind KV pages, on the device and in the host tier, the copies between them, and states; knows no request and no prefix.
 
 Layers of one shape share a stack, [layers, parts, pages, …], so that a page is one strided block per stack; the host tier keeps each page in one
 piece. fp8 is e4m3 with one float32 scale per token and head (per token for latent KV), written once by whoever writes the page.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.arch import spec
-from hetero.gpu.ops import KV, LatentKV
+from hetero.gpu.ops import KV, DeltaState, LatentKV
 from hetero.memory.pages import Copy
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -27,6 +27,8 @@ def page_nbytes(model: spec.Model, page_size: int, kv_dtype: str) -> int:
     """Bytes of one page over all layers."""
     total = 0
     for layer in model.layers:
+        if isinstance(layer.attention, spec.GatedDeltaNet):
+            continue
         parts, shape, scales = shapes(layer.attention, page_size)
         total += parts * (torch.Size(shape).numel() * DTYPES[kv_dtype].itemsize + (torch.Size(scales).numel() * 4 if kv_dtype == "fp8" else 0))
     return total
@@ -34,7 +36,8 @@ def page_nbytes(model: spec.Model, page_size: int, kv_dtype: str) -> int:
 
 def window(model: spec.Model) -> int | None:
     """Tokens that any layer sees, or None when some layer sees everything: then no page is given back before its sequence ends."""
-    widths = [layer.attention.window if isinstance(layer.attention, spec.GQA) else None for layer in model.layers]
+    parts = [layer.attention for layer in model.layers if not isinstance(layer.attention, spec.GatedDeltaNet)]
+    widths = [part.window if isinstance(part, spec.GQA) else None for part in parts]
     seen = [w for w in widths if w is not None]
     return max(seen) if len(seen) == len(widths) else None
 
@@ -65,10 +68,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pin
 
 
 class Cache:
-    """KV of `pages` pages of `page_size` tokens on `device`, and of `host_pages` in host memory (pinned when the device is a GPU)."""
+    """KV of `pages` pages of `page_size` tokens on `device`, of `host_pages` in host memory (pinned when the device is a GPU), and states
+    of `rows` sequences for layers that keep a state instead of KV."""
 
     def __init__(self, model: spec.Model, pages: int, page_size: int = 16, kv_dtype: str = "bf16", device: torch.device | str = "cpu",
-                 host_pages: int = 0) -> None:
+                 host_pages: int = 0, rows: int = 1) -> None:
         if kv_dtype not in DTYPES:
             raise ValueError(f"kv_dtype {kv_dtype!r} is none of {', '.join(DTYPES)}")
         self.pages, self.page_size, self.host_pages, self.kv_dtype = pages, page_size, host_pages, kv_dtype
@@ -76,10 +80,13 @@ class Cache:
         self.page_nbytes = page_nbytes(model, page_size, kv_dtype)
         groups: dict[tuple, list[int]] = {}
         for l, layer in enumerate(model.layers):
-            groups.setdefault(shapes(layer.attention, page_size), []).append(l)
+            if not isinstance(layer.attention, spec.GatedDeltaNet):
+                groups.setdefault(shapes(layer.attention, page_size), []).append(l)
         self.stacks = tuple(self._stack(tuple(layers), *key) for key, layers in groups.items())
-        self.layers: list[KV | LatentKV] = [_record(stack, i) for l in range(len(model.layers))
-                                            for stack in self.stacks for i, member in enumerate(stack.layers) if member == l]
+        self.layers: dict[int, KV | LatentKV] = {l: _record(stack, i) for stack in self.stacks for i, l in enumerate(stack.layers)}
+        self.states = {l: _state(layer.attention, rows, self.device) for l, layer in enumerate(model.layers)
+                       if isinstance(layer.attention, spec.GatedDeltaNet)}
+        self.rows = rows
 
     def _stack(self, layers: tuple[int, ...], parts: int, shape: tuple[int, ...], scales: tuple[int, ...]) -> Stack:
         dtype, host, pin = DTYPES[self.kv_dtype], torch.device("cpu"), self.device.type == "cuda" and self.host_pages > 0
@@ -104,6 +111,10 @@ class Cache:
         """The pages of layer `l`, as views: the same tensors for the cache's whole life."""
         return self.layers[l]
 
+    def state(self, l: int) -> DeltaState:
+        """What sequences keep in layer `l`, one slot per row of the batch; a sequence that begins finds its slot as it was left."""
+        return self.states[l]
+
     def copy(self, orders: Iterable[Copy]) -> None:
         """Runs the orders one after another, on the current stream."""
         for order in orders:
@@ -120,6 +131,11 @@ class Cache:
         for stack in self.stacks:
             for device, _ in stack.pairs:
                 device.view(torch.uint8).index_fill_(2, where, 0)
+
+
+def _state(part: spec.GatedDeltaNet, rows: int, device: torch.device) -> DeltaState:
+    return DeltaState(torch.zeros(rows, part.channels, part.kernel - 1, device=device),
+                      torch.zeros(rows, part.value_heads, part.key_dim, part.value_dim, device=device))
 
 
 def _record(stack: Stack, i: int) -> KV | LatentKV:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetero.arch.spec import GQA, MLA, Model, MoE
+from hetero.arch.spec import GQA, MLA, GatedDeltaNet, Model, MoE
 
 
 @dataclass(frozen=True)
@@ -125,5 +125,7 @@ def prefill_terms(model: Model, machine: Machine, pieces: Sequence[Sized], on_gp
     return "cpu", (on_cpu, rest)
 
 
-def _attend_width(part: GQA | MLA) -> int:
+def _attend_width(part: GQA | MLA | GatedDeltaNet) -> int:
+    if isinstance(part, GatedDeltaNet):                  # its work does not grow with the prompt's square
+        return 0
     return 2 * part.heads * part.head_dim if isinstance(part, GQA) else part.heads * (part.nope_dim + part.rope.dim + part.v_dim)

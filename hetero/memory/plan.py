@@ -11,7 +11,7 @@ from typing import Any
 
 from cpu_kernels.formats import FORMATS
 from hetero.arch import tensors
-from hetero.arch.spec import GQA, MLA, Dense, Model, MoE
+from hetero.arch.spec import GQA, MLA, Dense, GatedDeltaNet, Model, MoE
 from hetero.errors import BadOption, UnusableHardware
 from hetero.memory.cost import Machine, Term, decode_terms, prefill_terms
 from hetero.options import Options, written
@@ -168,7 +168,8 @@ def dense_nbytes(key: str, shape: tuple[int, ...], device: str, form: str) -> tu
     return form, prod(shape) * FORMATS[form].bits // 8 if device != "cpu" and form in ("bf16", "f32") else FORMATS[form].nbytes(*shape)
 
 
-KINDS = {"attn": "attention", "mlp": "mlp", "shared": "shared", "shared_gate": "shared", "router": "router", "embed": "embed", "head": "head"}
+KINDS = {"attn": "attention", "delta": "attention", "router": "router", "mlp": "mlp", "shared": "shared", "shared_gate": "shared",
+         "embed": "embed", "head": "head"}
 
 
 def _pieces(model: Model, device: str, dense: str, experts: Sequence[str]) -> list[Piece]:
@@ -199,8 +200,10 @@ def expert_nbytes(model: Model, moe: MoE, form: str) -> int:
     return FORMATS[form].expert_nbytes(model.hidden, moe.width, moe.gated) + 4 * moe.bias * ((1 + moe.gated) * moe.width + model.hidden)
 
 
-def kv_layer_nbytes(part: GQA | MLA, dtype: str) -> int:
+def kv_layer_nbytes(part: GQA | MLA | GatedDeltaNet, dtype: str) -> int:
     """Bytes of one token in one layer; fp8 carries a float32 scale per token and head."""
+    if isinstance(part, GatedDeltaNet):
+        return 0
     b, scale = KV_BYTES[dtype], 4 * (dtype == "fp8")
     return part.kv_rank * b + part.rope.dim * b + scale if isinstance(part, MLA) else 2 * part.kv_heads * (part.head_dim * b + scale)
 
@@ -210,12 +213,21 @@ def kv_token_nbytes(model: Model, dtype: str) -> int:
     return sum(kv_layer_nbytes(layer.attention, dtype) for layer in model.layers)
 
 
+def state_nbytes(model: Model) -> int:
+    """Bytes that one sequence keeps in layers with a state, in float32."""
+    parts = [a for layer in model.layers if isinstance(a := layer.attention, GatedDeltaNet)]
+    return sum(4 * (a.value_heads * a.key_dim * a.value_dim + a.channels * (a.kernel - 1)) for a in parts)
+
+
 def scratch_nbytes(model: Model, chunk: int, batch: int, width: int = 2) -> int:
     """Activations of a chunk, and logits of a batch twice in float32. The widest layer counts, for layers share their scratch."""
     wide = 0
     for layer in model.layers:
         a, f = layer.attention, layer.ffn
-        qkv = (a.heads + 2 * a.kv_heads) * a.head_dim if isinstance(a, GQA) else a.heads * (2 * (a.nope_dim + a.rope.dim) + a.v_dim)
+        if isinstance(a, GatedDeltaNet):
+            qkv = 3 * a.channels + 2 * a.values
+        else:
+            qkv = (a.heads + 2 * a.kv_heads) * a.head_dim if isinstance(a, GQA) else a.heads * (2 * (a.nope_dim + a.rope.dim) + a.v_dim)
         ffn = 3 * f.width if isinstance(f, Dense) else f.router.top_k * (2 * f.width + model.hidden) + 3 * f.shared
         wide = max(wide, qkv, ffn)
     return chunk * (8 * model.hidden + wide) * width + 2 * batch * model.vocab * 4
@@ -239,12 +251,12 @@ def _lay_out(model: Model, machine: Machine, options: Options, arriving: str | S
     ring = RING_SLOTS * min(max(SLOT_BYTES, record), max((f.router.experts for f in _moes(model)), default=0) * record)
     limit, own = (vram, weights + ring + machine.context_bytes) if on_gpu else (ram, weights + arena + PROCESS_BYTES)
     chunk = options.chunk or _chunk(model, batch, limit - own, on_gpu)
-    scratch = scratch_nbytes(model, chunk, batch, 2 if on_gpu else 4)
-    ctx, tokens = _kv(model, options, kv_dtype, limit - own - scratch)
+    scratch, states = scratch_nbytes(model, chunk, batch, 2 if on_gpu else 4), batch * state_nbytes(model)
+    ctx, tokens = _kv(model, options, kv_dtype, limit - own - scratch - states)
     kv = tokens * kv_token_nbytes(model, kv_dtype)
-    spare = vram - own - scratch - kv if on_gpu else 0
+    spare = vram - own - scratch - states - kv if on_gpu else 0
     slots, cache, note = _cache(model, options, record, spare, on_gpu)
-    item = {"attention, shared experts, head": weights, "KV cache": kv, "scratch": scratch}
+    item = {"attention, shared experts, head": weights, "KV cache": kv, "states": states, "scratch": scratch}
     on_card = item | {"prefill ring": ring, "expert cache": cache, "CUDA context": machine.context_bytes} if on_gpu else {}
     in_ram = {"experts": arena} | ({} if on_gpu else item) | {"KV of evicted pages": options.kv_ram or 0, "staging": (64 * MiB if on_gpu else 0),
                                                              "process": PROCESS_BYTES}
@@ -285,10 +297,10 @@ def _kv(model: Model, options: Options, dtype: str, free: int, page: int = 16) -
 
     When every layer has a window, a sequence keeps its widest and the pages at both ends of it.
     """
-    affordable = max(0, free // 2) // kv_token_nbytes(model, dtype)
+    affordable = max(0, free // 2) // max(1, kv_token_nbytes(model, dtype))
     ctx = options.ctx or model.context or 4096
-    windows = [a.window if isinstance(a := layer.attention, GQA) else None for layer in model.layers]
-    kept = ctx if None in windows else min(ctx, max(w for w in windows if w is not None) + 2 * page)
+    windows = [a.window if isinstance(a, GQA) else None for layer in model.layers if not isinstance(a := layer.attention, GatedDeltaNet)]
+    kept = ctx if None in windows or not windows else min(ctx, max(w for w in windows if w is not None) + 2 * page)
     while options.ctx is None and kept > max(2048, affordable):
         ctx = kept = max(2048, ctx // 2)
     tokens = max(kept, min(options.max_batch * kept, affordable))

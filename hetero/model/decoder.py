@@ -8,6 +8,7 @@ from torch import Tensor
 from hetero.arch import spec
 from hetero.gpu.ops import Embed, Matrix, Norm, Ops, Row, Step
 from hetero.model.attention import Attention, Cache
+from hetero.model.delta import DeltaNet
 from hetero.model.ffn import Glu, Routed
 from hetero.model.mla import LatentAttention
 
@@ -15,7 +16,8 @@ from hetero.model.mla import LatentAttention
 class Block:
     """One layer. The residual's last addend travels on as `delta`, so that the next norm adds and norms in one go."""
 
-    def __init__(self, ops: Ops, layer: spec.Layer, norms: tuple[Norm, Norm], attention: Attention | LatentAttention, ffn: Glu | Routed) -> None:
+    def __init__(self, ops: Ops, layer: spec.Layer, norms: tuple[Norm, Norm], attention: Attention | LatentAttention | DeltaNet,
+                 ffn: Glu | Routed) -> None:
         self.ops, self.norm_after, self.scale = ops, layer.norm_after, layer.residual_scale
         (self.attn_norm, self.ffn_norm), self.attention, self.ffn = norms, attention, ffn
 

@@ -6,6 +6,7 @@ from hetero.arch import spec
 from hetero.gpu.ops import Experts, Norm, Ops
 from hetero.model.attention import Attention
 from hetero.model.decoder import Block, Decoder
+from hetero.model.delta import DeltaNet
 from hetero.model.ffn import Glu, Routed
 from hetero.model.mla import LatentAttention
 from hetero.model.weights import LayerWeights, Weights
@@ -24,11 +25,19 @@ def load_decoder(ops: Ops, model: spec.Model, weights: Weights, experts: Callabl
 
 def load_block(ops: Ops, model: spec.Model, l: int, weights: Weights, experts: Callable[[int, spec.MoE], Experts], format: str) -> Block:
     layer, w = model.layers[l], weights.of(l)
-    attention = (LatentAttention(ops, layer.attention, l, model.eps, weights, format) if isinstance(layer.attention, spec.MLA)
-                 else Attention(ops, layer.attention, l, model.eps, weights, format))
+    attention = load_attention(ops, layer.attention, l, model.eps, weights, format)
     ffn = (Routed(ops, layer.ffn, l, weights, experts(l, layer.ffn), format) if isinstance(layer.ffn, spec.MoE)
            else Glu(ops, layer.ffn.act, "mlp", w, format))
     return Block(ops, layer, (norm(ops, model, w, "attn_norm"), norm(ops, model, w, "ffn_norm")), attention, ffn)
+
+
+def load_attention(ops: Ops, part: spec.GQA | spec.MLA | spec.GatedDeltaNet, l: int, eps: float, weights: Weights,
+                   format: str) -> Attention | LatentAttention | DeltaNet:
+    if isinstance(part, spec.MLA):
+        return LatentAttention(ops, part, l, eps, weights, format)
+    if isinstance(part, spec.GatedDeltaNet):
+        return DeltaNet(ops, part, l, eps, weights, format)
+    return Attention(ops, part, l, eps, weights, format)
 
 
 def norm(ops: Ops, model: spec.Model, w: LayerWeights, key: str, scale: float = 1.0) -> Norm:

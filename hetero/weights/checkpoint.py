@@ -98,6 +98,8 @@ class Checkpoint:
         else:
             out = torch.from_numpy(dialects.floats(reading, parts))
         self.release(reading)
+        if self.model.norm_shift and tensor.key in spec_tensors.SHIFTED:
+            out = out.float() + self.model.norm_shift                 # in float32: 16 bits would round what is near one
         if tensor.key == "head" and self.model.unit_head:
             out = out.float() / out.float().norm(dim=0, keepdim=True).clamp(min=1e-7)
         return out

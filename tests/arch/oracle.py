@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from hetero.arch import families, rope, tensors
-from hetero.arch.spec import GQA, MLA, Dense
+from hetero.arch.spec import GQA, MLA, Dense, GatedDeltaNet
 
 
 def load(folder):
@@ -18,7 +18,8 @@ def load(folder):
     raw = {}
     for path in sorted(folder.glob("*.safetensors")):
         raw |= load_file(path)
-    return model, {(t.key, t.layer, t.expert): find(model, raw, t).float() for t in tensors.of(model)}
+    found = {(t.key, t.layer, t.expert): find(model, raw, t).float() for t in tensors.of(model)}
+    return model, {key: t + model.norm_shift if key[0] in tensors.SHIFTED else t for key, t in found.items()}
 
 
 def find(model, raw, t):
@@ -133,8 +134,12 @@ class Oracle:
     def attention(self, a, l, x):
         if isinstance(a, MLA):
             return self.mla(a, l, x)
+        if isinstance(a, GatedDeltaNet):
+            return self.delta(a, l, x)
         assert isinstance(a, GQA)
         q, k, v = (self.linear(f"attn.{p}", x, l) for p in "qkv")
+        if a.gate:
+            q, gate = (t.flatten(1) for t in q.unflatten(-1, (a.heads, 2, -1)).unbind(2))
         if a.qk_norm == "full":
             q, k = self.norm("attn.q_norm", q, l), self.norm("attn.k_norm", k, l)
         if a.clip:
@@ -146,7 +151,31 @@ class Oracle:
         if a.qk_norm == "rotated":
             q, k = self.norm("attn.q_norm", q, l), self.norm("attn.k_norm", k, l)
         y = attend(q, k, v, a.scale or a.head_dim ** -0.5, a.window, self.t["attn.sinks", l, None] if a.sinks else None)
-        return self.linear("attn.o", y, l)
+        return self.linear("attn.o", y * gate.sigmoid() if a.gate else y, l)
+
+    def delta(self, a, l, x):
+        if a.grouped:
+            each = a.value_heads // a.key_heads
+            q, k, v, z = self.linear("delta.qkvz", x, l).unflatten(-1, (a.key_heads, -1)).split([a.key_dim, a.key_dim, each * a.value_dim, each * a.value_dim], -1)
+            b, decay = (t.flatten(1) for t in self.linear("delta.ba", x, l).unflatten(-1, (a.key_heads, -1)).split([each, each], -1))
+            mixed, z = torch.cat([t.flatten(1) for t in (q, k, v)], -1), z.flatten(1)
+        else:
+            mixed, z, b, decay = (self.linear(f"delta.{p}", x, l) for p in ("qkv", "z", "b", "a"))
+        mixed = F.pad(mixed, (0, 0, a.kernel - 1, 0)).unfold(0, a.kernel, 1)                             # [T, channels, kernel]
+        mixed = F.silu((mixed * self.t["delta.conv", l, None][:, 0]).sum(-1))
+        q, k, v = mixed.split([a.keys, a.keys, a.values], -1)
+        q, k = (t.unflatten(-1, (a.key_heads, -1)).repeat_interleave(a.value_heads // a.key_heads, 1) for t in (q, k))
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+        v = v.unflatten(-1, (a.value_heads, -1))
+        keep = (-self.t["delta.a_log", l, None].exp() * F.softplus(decay + self.t["delta.dt_bias", l, None])).exp()
+        state, out = torch.zeros(a.value_heads, a.key_dim, a.value_dim), []
+        for t in range(x.shape[0]):
+            state = state * keep[t, :, None, None]
+            change = (v[t] - torch.einsum("hkv,hk->hv", state, k[t])) * b[t].sigmoid()[:, None]
+            state = state + torch.einsum("hk,hv->hkv", k[t], change)
+            out.append(torch.einsum("hkv,hk->hv", state, q[t]) * a.key_dim ** -0.5)
+        y = rms(torch.stack(out), self.t["delta.norm", l, None], self.model.eps) * F.silu(z.unflatten(-1, (a.value_heads, -1)))
+        return self.linear("delta.o", y.flatten(1), l)
 
     def mla(self, a, l, x):
         if a.q_rank is None:

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from hetero.arch import families, tensors
 
 FAMILIES = ["qwen2_moe", "qwen3_moe", "qwen3_moe_tied", "mixtral", "mixtral_window", "olmoe", "flex_olmo", "deepseek_v2", "deepseek_v3", "glm4_moe",
-            "glm4_moe_lite", "gpt_oss", "minimax_m2", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "phimoe"]
+            "glm4_moe_lite", "gpt_oss", "minimax_m2", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "phimoe", "qwen3_next", "qwen3_5_moe"]
 IDS = [(7 * i) % 250 + 3 for i in range(3, 27)]
 
 

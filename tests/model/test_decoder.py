@@ -13,7 +13,8 @@ from hetero.model.load import load_decoder
 from hetero.model.weights import Weights
 
 FAMILIES = ["qwen2_moe", "qwen3_moe", "mixtral", "mixtral_window", "olmoe", "flex_olmo", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss",
-            "minimax_m2", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "phimoe"]
+            "minimax_m2", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "phimoe", "qwen3_next",
+            "qwen3_5_moe"]
 IDS = [(7 * i) % 250 + 3 for i in range(3, 36)]
 
 
@@ -41,7 +42,8 @@ def test_logits_are_those_of_transformers_however_the_tokens_are_cut(family: str
         for n in cuts:
             rows.append(decoder(cache.step({0: IDS[done:done + n]}), cache))
             done += n
-        assert (torch.cat(rows) - theirs).abs().max() <= 1e-4, cuts
+        bound = 3e-4 if family in ("qwen3_next", "qwen3_5_moe") else 1e-4          # theirs is chunked: states round differently
+        assert (torch.cat(rows) - theirs).abs().max() <= bound, cuts
 
 
 @torch.no_grad()

@@ -18,6 +18,9 @@ V3 = {"num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size"
       "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24}
 EIGHT = {"num_local_experts": 8, "num_experts_per_tok": 2}
 SPECIAL = {"pad_token_id": 1, "eos_token_id": 2}
+HYBRID = {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+          "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+          "linear_conv_kernel_dim": 4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1, "rope_theta": 10000.0}
 LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
         "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.0], "short_mscale": 1.1, "long_mscale": 1.2, "original_max_position_embeddings": 64}
@@ -59,6 +62,8 @@ def configs() -> dict[str, Any]:
                         residual_multiplier=0.5, attention_multiplier=0.2, tie_word_embeddings=True, **EIGHT),
         "granitemoeshared": c("GraniteMoeSharedConfig", num_key_value_heads=2, intermediate_size=32, shared_intermediate_size=48, embedding_multiplier=3.0,
                               logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.2, **EIGHT),
+        "qwen3_next": c("Qwen3NextConfig", **HYBRID, decoder_sparse_step=1, intermediate_size=96),
+        "qwen3_5_moe": c("Qwen3_5MoeTextConfig", **HYBRID),
         "phimoe": c("PhimoeConfig", num_key_value_heads=2, intermediate_size=32, attention_bias=True, lm_head_bias=True, sliding_window=128,
                     rope_parameters=LONG, **EIGHT),
     }
@@ -74,7 +79,8 @@ def build(config: Any) -> Any:
     model = T.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     draw = torch.Generator().manual_seed(1)
     for name, p in [*model.named_parameters(), *((k, b) for k, b in model.named_buffers() if "inv_freq" not in k and b.is_floating_point())]:
-        gain = 1.0 if "norm" in name and not name.endswith("bias") else 0.0
+        shifted = "qwen3_next" in config.model_type or "qwen3_5" in config.model_type             # whose norms are stored less one
+        gain = 1.0 if "norm" in name and not name.endswith("bias") and not (shifted and "linear_attn" not in name) else 0.0
         p.data.copy_(torch.randn(p.shape, generator=draw) * (0.2 if p.ndim > 1 else 0.3) + gain)
     return model
 

@@ -16,7 +16,8 @@ from hetero.weights.source import EMBEDDED, open_folder, open_source
 from hetero.weights.stored import to_f32
 
 FAMILIES = ["qwen2_moe", "qwen3_moe", "qwen3_moe_tied", "mixtral", "olmoe", "flex_olmo", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss",
-            "minimax_m2", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "phimoe"]
+            "minimax_m2", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "granitemoeshared", "phimoe", "qwen3_next",
+            "qwen3_5_moe"]
 
 
 def open_(folder):
