@@ -105,6 +105,19 @@ QWEN_TEXT = {k: v for k, v in _qwen3(2048, 6144, 768, 32, 48, 262144, 5000000).i
 LEFTOVERS = {"add_cross_attention": False, "is_decoder": False, "is_encoder_decoder": False, "pruned_heads": {}, "torchscript": False, "top_k": 50, "num_beams": 1,
              "return_dict": True, "id2label": {"0": "LABEL_0"}, "tie_encoder_decoder": False, "problem_type": None}
 
+def _next(family: str, hidden: int, layers: int, experts: int, k: int, width: int, heads: int, kv: int, value_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
+    return {"architectures": [family], "hidden_size": hidden, "num_hidden_layers": layers, "num_experts": experts, "num_experts_per_tok": k,
+            "moe_intermediate_size": width, "shared_expert_intermediate_size": width, "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 256,
+            "linear_num_key_heads": 16, "linear_num_value_heads": value_heads, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "vocab_size": vocab, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144,
+            "hidden_act": "silu"} | more
+
+
+QWEN35 = {k: v for k, v in _next("", 2048, 40, 256, 8, 512, 16, 2, 32, 248320, attn_output_gate=True, mtp_num_hidden_layers=1, mamba_ssm_dtype="float32",
+                                 mtp_use_dedicated_embeddings=False, attention_bias=False, mlp_only_layers=[], rope_parameters={
+                                     "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+                                     "mrope_interleaved": True}).items() if k != "architectures"}
+
 # name -> (config, total, active, how active was counted)
 CHECKPOINTS: dict[str, tuple[dict[str, Any], float, float, str]] = {
     "Qwen1.5-MoE-A2.7B": (_qwen2(2048, 5632, 1408, 5632, 16, 16, 24, 60, 4, 8192, expert_interval=1), 14.3, 2.7, "table"),
@@ -196,6 +209,16 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], float, float, str]] = {
                                       "long_mscale": 1.243163121016122, "original_max_position_embeddings": 4096}, "sliding_window": 131072,
                      "attention_bias": True, "lm_head_bias": True, "input_jitter_noise": 0.01, "router_jitter_noise": 0.01, "hidden_dropout": 0.0,
                      "tie_word_embeddings": False, "hidden_act": "silu"}, 41.9, 6.6, "table"),
+    "Qwen3-Next-80B-A3B": (_next("Qwen3NextForCausalLM", 2048, 48, 512, 10, 512, 16, 2, 32, 151936, model_type="qwen3_next", decoder_sparse_step=1,
+                                 mlp_only_layers=[], norm_topk_prob=True, intermediate_size=5120, partial_rotary_factor=0.25, rope_theta=10000000,
+                                 rope_scaling=None, tie_word_embeddings=False, use_sliding_window=False), 80, 3, "used, cut rather than rounded"),
+    "Qwen3.5-35B-A3B": ({"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "image_token_id": 248056, "vision_config": {},
+                         "tie_word_embeddings": False, "text_config": QWEN35 | {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10}},
+                        35, 3, "used"),
+    "Qwen3.8-2.4T-A95B": (_next("Qwen3_5MoeForCausalLM", 8192, 92, 512, 10, 2048, 64, 4, 128, 248320, model_type="qwen3_5_moe_text", attn_output_gate=True,
+                                output_gate_type="swish", mtp_num_hidden_layers=1, mamba_ssm_dtype="float32", partial_rotary_factor=0.25,
+                                rope_parameters={"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}, tie_word_embeddings=False,
+                                pad_token_id=None), 2420, 95, "table; published 2.4T"),
     "Ling-lite": (_ling(2048, 5632, 1408, 16, 4, 28, 2, 6), 16.8, 2.75, "table"),
     "Ling-plus": (_ling(5376, 12288, 3072, 56, 8, 88, 1, 4), 291, 29, "table; published 290 / 28.8"),
 }
