@@ -41,6 +41,7 @@ def op(count: int, emit: Callable[..., Any], gives: bool = False) -> Any:
         3: lambda context, a, b, c: (signature, generate),
         4: lambda context, a, b, c, d: (signature, generate),
         5: lambda context, a, b, c, d, e: (signature, generate),
+        7: lambda context, a, b, c, d, e, f, g: (signature, generate),
     }
     return intrinsic(shapes[count])
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from . import cpu, ffn, lanes, routed, rows
+from . import cpu, ffn, lanes, routed, rows, tiled, tiles
 from .ffn import KINDS, MOST_TOKENS
 from .formats import COLS, ROWS, padded
 from .store import ExpertStore, aligned
@@ -77,7 +77,10 @@ class ExpertLayer:
         if weight_on not in ("input", "output"):
             raise ValueError(f"weight_on: {weight_on!r}, expected \"input\" or \"output\"")
         self.store, self.act, self.weight_on, self.biases = store, act or Act(), weight_on, biases
-        self.body = lanes.body_of(cpu.isa(isa))
+        named = cpu.isa(isa)
+        self.body = lanes.body_of(named)
+        self.amx = named == "amx" and self.store.format.name in tiled.FORMATS and tiles.permitted()
+        self.switch = tiled.SWITCH                   # tokens of one expert from which tile products are used; `tune` measures it
         E, H, I = store.experts, store.hidden, padded(store.inter, COLS)
         given = biases or (None, None, None)
         if biases is None:
@@ -98,13 +101,30 @@ class ExpertLayer:
             r.BIAS_H: 4 * padded(H, ROWS) * (biases is not None), r.ON_INPUT: int(weight_on == "input"), r.COUNTS: self._counts.ctypes.data,
             r.USED: self._counts[E:].ctypes.data, r.STARTS: self._counts[2 * E:].ctypes.data, r.ONE: self._params[3:].ctypes.data}
         self._lines: weakref.WeakKeyDictionary[Team, dict[bool, _Line]] = weakref.WeakKeyDictionary()
+        self._tiled: weakref.WeakKeyDictionary[Team, dict[bool, tiled.Tiled]] = weakref.WeakKeyDictionary()
 
     def run(self, x: Array, ids: Array, weights: Array, out: Array, team: Team, precision: str = "accurate", deterministic: bool = False) -> None:
         """x float32 or bf16 bits as uint16 [T, H]; ids int32 [T, k], −1 = not mine; weights float32 [T, k]; out float32 [T, H],
-        overwritten. All C-contiguous. precision "exact" multiplies unrounded float32 activations. `deterministic`: the arithmetic of a
+        overwritten. All C-contiguous. precision "exact" multiplies unrounded float32 activations; with AMX, experts of many tokens
+        multiply bf16 activations ("accurate") or ones rounded to int8 by row ("fast"). `deterministic`: the arithmetic of a
         token does not depend on how many others there are. ValueError or TypeError names the argument that is wrong."""
         self._check(x, ids, weights, out, precision)
-        line = self._line(team, precision == "exact")
+        if self.amx and x.shape[0] >= self.switch and precision != "exact" and not deterministic:
+            if int(ids.min()) < -1 or int(ids.max()) >= self.store.experts:
+                raise ValueError(f"ids: outside −1..{self.store.experts - 1}")
+            few, many = tiled.split(ids, self.store.experts, self.switch)
+            if (many >= 0).any():
+                if (few >= 0).any():
+                    self._walk(x, few, weights, out, team, False)
+                else:
+                    out[...] = 0
+                self._tiles(team, precision == "fast").add(x, many, weights, out)
+                return
+        self._walk(x, ids, weights, out, team, precision == "exact")
+
+    def _walk(self, x: Array, ids: Array, weights: Array, out: Array, team: Team, exact: bool) -> None:
+        """By the kernels of few tokens, which any number can go through."""
+        line = self._line(team, exact)
         T = x.shape[0]
         try:
             if T <= CHUNK_TOKENS:
@@ -119,6 +139,20 @@ class ExpertLayer:
             if failed.code != routed.BAD_ID:
                 raise
             raise ValueError(f"ids: outside −1..{self.store.experts - 1}") from None
+
+    def _tiles(self, team: Team, fast: bool) -> tiled.Tiled:
+        """By tile products; bf16 weights have no faster int8 form."""
+        fast = fast and self.store.format.name != "bf16"
+        made = self._tiled.setdefault(team, {})
+        if fast not in made:
+            made[fast] = tiled.Tiled(self.store, self.static, self.body, True, fast, team, self)
+        return made[fast]
+
+    def tune(self, team: Team) -> int:
+        """Measures from how many tokens of one expert tile products are the faster way here, and sets and returns `switch`."""
+        if self.amx:
+            self.switch = tiled.measure(self.store, lambda x, ids, w, out: self._walk(x, ids, w, out, team, False), self._tiles(team, False).add)
+        return self.switch
 
     def prepared(self, x: Array, ids: Array, weights: Array, out: Array, team: Team) -> Prepared:
         """The same as a job over fixed arrays (a mailbox) with scratch that other layers of the team share but nobody moves: for `Team.play`."""
