@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cpu_kernels import Act, ExpertLayer, ExpertStore, plain
+from cpu_kernels import Act, ExpertLayer, ExpertStore, cpu, plain, tiles
 from cpu_kernels.team import Team
 from cpu_kernels.tiled import Tiled, split
 
@@ -29,8 +29,11 @@ def wanted(store, layer_act, biases, x, ids, weights, weight_on="output"):
     return plain.moe(store.format, x, ids, weights, matrices, act, biases, weight_on, rounded=False)
 
 
-def tiled(layer, team, fast):
-    return Tiled(layer.store, layer.static, layer.body, False, fast, team, layer)
+AMX = cpu.isa() == "amx" and tiles.permitted()
+
+
+def tiled(layer, team, fast, amx=AMX):
+    return Tiled(layer.store, layer.static, layer.body, amx, fast, team, layer)
 
 
 def relative(a, b):
@@ -105,3 +108,31 @@ def test_split_gives_each_pair_to_one_side():
     few, many = split(ids, 3, 3)
     np.testing.assert_array_equal(many, [[0, -1], [0, -1], [0, -1], [-1, 0]])
     np.testing.assert_array_equal(few, [[-1, 1], [-1, -1], [-1, 2], [1, -1]])
+
+
+@pytest.mark.skipif(not AMX, reason="this CPU has no AMX: the tests above ran the emulation")
+@pytest.mark.parametrize("fast", [False, True])
+def test_tile_registers_and_their_emulation_agree(team, fast):
+    store = made("int4_g32", 3, 320, 192)
+    layer = ExpertLayer(store)
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((200, 320)).astype(np.float32)
+    ids, weights = rng.integers(0, 3, (200, 2)).astype(np.int32), np.ones((200, 2), np.float32)
+    real, emulated = np.zeros_like(x), np.zeros_like(x)
+    tiled(layer, team, fast, True).add(x, ids, weights, real)
+    tiled(layer, team, fast, False).add(x, ids, weights, emulated)
+    assert relative(real, emulated) < 2e-3
+
+
+@pytest.mark.skipif(not AMX, reason="this CPU has no AMX")
+def test_a_layer_sends_experts_of_many_tokens_through_tiles(team):
+    store = made("int8_g32", 4, 128, 64)
+    layer = ExpertLayer(store)
+    rng = np.random.default_rng(6)
+    x = rng.standard_normal((64, 128)).astype(np.float32)
+    ids = np.zeros((64, 1), np.int32)
+    ids[:3] = 2
+    weights, out = np.ones((64, 1), np.float32), np.full_like(x, np.nan)
+    layer.run(x, ids, weights, out, team)
+    assert relative(out, wanted(store, layer.act, None, x, ids, weights)) < 8e-3
+    assert layer.tune(team) in (4, 8, 16, 32, 64)
