@@ -21,8 +21,9 @@ Row = dict[str, Any]
 def fill(store: ExpertStore) -> None:
     """Random weights: one quantized expert, its bytes in every record (what is read does not depend on what it holds)."""
     rng = np.random.default_rng(0)
-    gate, up = (rng.standard_normal((store.inter, store.hidden)).astype(np.float32) * np.float32(store.hidden ** -0.5) for _ in range(2))
-    store.put(0, gate if store.gated else None, up, rng.standard_normal((store.hidden, store.inter)).astype(np.float32) * np.float32(store.inter ** -0.5))
+    H, I = store.hidden, store.inter
+    gate, up, down = (rng.standard_normal(shape).astype(np.float32) * np.float32(shape[1] ** -0.5) for shape in ((I, H), (I, H), (H, I)))
+    store.put(0, gate if store.gated else None, up, down)
     records = store.buffer.reshape(store.experts, -1)
     records[1:] = records[0]
 
@@ -57,7 +58,8 @@ def decode(layer: ExpertLayer, team: Team, tokens: int, top_k: int, rounds: int)
         speeds.append(speed)
         shares.append(speed / ceiling)
     share, noise = quartiles(shares[1:])
-    return {"what": "decode", "tokens": tokens, "GB/s": statistics.median(speeds[1:]) / 1e9, "best": max(speeds[1:]) / 1e9, "share": share, "±": noise}
+    speeds = [s / 1e9 for s in speeds[1:]]
+    return {"what": "decode", "tokens": tokens, "GB/s": statistics.median(speeds), "best": max(speeds), "share": share, "±": noise}
 
 
 def prefill(layer: ExpertLayer, team: Team, per_expert: int, precision: str, rounds: int) -> Row:
@@ -79,8 +81,8 @@ def prefill(layer: ExpertLayer, team: Team, per_expert: int, precision: str, rou
         if layer.amx:
             shares.append(speed / ceilings.tile_ops_s(team, precision != "fast" or store.format.name == "bf16", 50_000))
     share, noise = quartiles(shares[1:]) if shares else (float("nan"), float("nan"))
-    return {"what": f"prefill {precision}", "tokens": per_expert, "TOPS": statistics.median(speeds[1:]) / 1e12, "best": max(speeds[1:]) / 1e12,
-            "share": share, "±": noise}
+    speeds = [s / 1e12 for s in speeds[1:]]
+    return {"what": f"prefill {precision}", "tokens": per_expert, "TOPS": statistics.median(speeds), "best": max(speeds), "share": share, "±": noise}
 
 
 def error(layer: ExpertLayer, team: Team, tokens: int, precision: str) -> float:
