@@ -81,6 +81,16 @@ def prefetch(b: Builder, address: Value, offset: int = 0, locality: int = 3) -> 
     b.call(f, [b.inttoptr(plus(b, address, offset), PTR), ir.Constant(I32, 0), ir.Constant(I32, locality), ir.Constant(I32, 1)])
 
 
+def fresh(b: Builder) -> None:
+    """From here on memory is read again: keeps LLVM from holding loads of earlier code in registers that it has not got."""
+    b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
+
+
+def kept(b: Builder, value: Value) -> Value:
+    """The same vector, in an x86 register now: sums are neither put in another order nor left for later."""
+    return b.asm(ir.FunctionType(value.type, [value.type]), "", "=x,0", [value], side_effect=True)
+
+
 # ---- values ----------------------------------------------------------------------------------------------------------------------
 
 def declare(b: Builder, name: str, result: Any, *arguments: Any) -> Any:

@@ -1,7 +1,9 @@
 """`ExpertLayer`: one routed layer over an `ExpertStore`, run by a `Team`. Checks what it is given; `routed` computes. Knows no model."""
+import ctypes
+import struct
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,6 +16,12 @@ from .team import JobFailed, Prepared, Team, prepare
 Array = np.ndarray[Any, Any]
 PRECISIONS = ("accurate", "fast", "exact")
 CHUNK_TOKENS = 1024                                  # of one job: bounds the scratch
+_AIM = struct.Struct("7q").pack_into
+
+
+def place(a: Array) -> int:
+    """Address of an array's memory, several times faster than `a.ctypes.data`."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(cast(Any, a))) if a.flags.writeable else int(a.ctypes.data)
 
 
 @dataclass(frozen=True)
@@ -198,6 +206,7 @@ class _Line:
         self.act_nbytes = padded(store.hidden, COLS) // COLS * step
         self.hid_nbytes = padded(store.inter, COLS) // COLS * step
         self.words = np.zeros(routed.WORDS, np.int64)
+        self.view, self.width = memoryview(cast(Any, self.words)), 0
         for i, v in layer.static.items():
             self.words[i] = v
         self.words[routed.STEP] = step
@@ -208,11 +217,11 @@ class _Line:
         """Makes walks for that many tokens of one expert at once ready: compiled when first needed."""
         for name, place in ffn.walks(*self.kind, width).items():
             self.words[getattr(routed, name)] = place
-        self.words[routed.WIDTH] = width
+        self.words[routed.WIDTH] = self.width = width
 
     def aim(self, x: Array, ids: Array, weights: Array, out: Array) -> None:
         T, k = ids.shape
-        if T > self.words[routed.WIDTH] < MOST_TOKENS:
+        if T > self.width < MOST_TOKENS:
             self.widen(1 if T == 1 else 2 if T == 2 else 4 if T <= 4 else 8)
         scratch = self.scratch
         scratch.fit(T * self.act_nbytes, T * k * self.hid_nbytes, 8 * T * k)
@@ -222,4 +231,4 @@ class _Line:
             self.words[routed.SPARE] = scratch.spare.ctypes.data
             self.words[routed.TOKENS], self.words[routed.PAIR_WEIGHTS] = pairs, pairs + scratch.pairs.size // 8 * 4
             self.version = scratch.version
-        self.words[:7] = (x.ctypes.data, ids.ctypes.data, weights.ctypes.data, out.ctypes.data, T, k, x.dtype == np.uint16)
+        _AIM(self.view, 0, place(x), place(ids), place(weights), place(out), T, k, x.dtype == np.uint16)

@@ -8,7 +8,7 @@ each tile is summed on its own before it joins the row, which halves the roundin
 when activations must not be rounded (precision "exact"): the code is widened, the group's sum is scaled.
 """
 from ..formats import Format
-from ..lanes import F32, I32, I64, WIDTHS, Builder, Value, byte, cgutils, const, fma, load, spread, vec
+from ..lanes import F32, I32, I64, WIDTHS, Builder, Value, byte, cgutils, const, fma, fresh, kept, load, prefetch, spread, vec
 from .integer import LINES_AT, scales_of
 
 BLOCK_NBYTES = 256
@@ -36,29 +36,39 @@ def _column(b: Builder, format: Format, tile: Value, turn: Value, c: int, group:
     return b.sitofp(b.sub(q, const(q.type, 8)), vec(F32, n))
 
 
-def tile(b: Builder, format: Format, body: str, accs: list[list[Value]], w: Value, xs: list[Value]) -> list[list[Value]]:
-    """accs[token][part]: float32 sums of 16 rows in parts of the body's width; xs: addresses of the tokens' activation blocks."""
-    n = WIDTHS[body]
+def tile(b: Builder, format: Format, body: str, accs: list[list[Value]], w: Value, xs: list[Value], ahead: Value) -> list[list[Value]]:
+    """accs[token][part]: float32 sums of 16 rows in parts of the body's width; xs: addresses of the tokens' activation blocks; ahead: a tile
+    to be prefetched."""
+    n, zero = WIDTHS[body], const(vec(F32, WIDTHS[body]), 0.0)
+    parts, most = range(16 // n), 4 * (n // 8)
     out = [list(a) for a in accs]
-    for group in range(2):
-        zero = const(vec(F32, n), 0.0)
-        sums = [[cgutils.alloca_once_value(b, zero) for _ in xs] for _ in range(16 // n)]
-        for v in (v for part in sums for v in part):
+    step = format.tile_nbytes // 8                   # of the tile per turn of the loop below
+    for low, group in ((low, group) for low in range(0, len(xs), most) for group in range(2)):
+        tokens = range(low, min(low + most, len(xs)))
+        sums = {(t, p): cgutils.alloca_once_value(b, zero) for t in tokens for p in parts}
+        for v in sums.values():
             b.store(zero, v)
         with cgutils.for_range(b, const(I64, 32 // AT_ONCE)) as loop:
-            ahead = b.mul(loop.index, const(I64, 4 * AT_ONCE))
-            for part in range(16 // n):
-                cache: dict[int, Value] = {}
-                totals = [b.load(v) for v in sums[part]]
-                for c in range(AT_ONCE):
-                    column = _column(b, format, w, loop.index, c, group, part * n, n, cache)
-                    for t, x in enumerate(xs):
-                        totals[t] = fma(b, column, spread(b, b.add(x, ahead), F32, n, 4 * (32 * group + c)), totals[t])
-                for v, value in zip(sums[part], totals, strict=True):
-                    b.store(value, v)
-        for part in range(16 // n):
-            scale = scales_of(b, format, body, w, group, part * n, n) if format.scale else None
-            for t, v in enumerate(sums[part]):
-                s = b.load(v)
-                out[t][part] = b.fadd(out[t][part], s) if scale is None else fma(b, s, scale, out[t][part])
+            fresh(b)
+            at = b.mul(loop.index, const(I64, 4 * AT_ONCE))
+            totals = {k: b.load(v) for k, v in sums.items()}
+            cache: list[dict[int, Value]] = [{} for _ in parts]
+            pulled = b.add(ahead, b.mul(loop.index, const(I64, step)))
+            for c in range(AT_ONCE):
+                if low == 0 and 64 * c < step:
+                    prefetch(b, pulled, 4 * step * group + 64 * c)
+                columns = [_column(b, format, w, loop.index, c, group, n * p, n, cache[p]) for p in parts]
+                for t in tokens:
+                    x = spread(b, b.add(xs[t], at), F32, n, 4 * (32 * group + c))
+                    for p in parts:
+                        totals[t, p] = fma(b, columns[p], x, totals[t, p])
+                        if body in ("avx2", "avx_vnni") and len(xs) > 1:
+                            totals[t, p] = kept(b, totals[t, p])
+            for k, v in sums.items():
+                b.store(totals[k], v)
+        for p in parts:
+            scale = scales_of(b, format, body, w, group, n * p, n) if format.scale else None
+            for t in tokens:
+                s = b.load(sums[t, p])
+                out[t][p] = b.fadd(out[t][p], s) if scale is None else fma(b, s, scale, out[t][p])
     return out

@@ -29,12 +29,14 @@ from ..lanes import (
     const,
     dpbusd,
     fma,
+    fresh,
     half_to_f32,
+    kept,
     load,
     maddubs,
     pair_sums,
+    prefetch,
     sign_of,
-    splat,
     spread,
     vec,
 )
@@ -42,7 +44,7 @@ from ..lanes import (
 BLOCK_NBYTES = 80
 SCALE_AT, START_AT = 64, 72
 LINES_AT = 64                                        # of the codes within a tile
-AT_ONCE = {"generic": 1, "avx2": 4, "avx_vnni": 4, "avx512_vnni": 8}       # tokens whose sums stay in registers
+AT_ONCE = {"generic": 1, "avx2": 2, "avx_vnni": 2, "avx512_vnni": 8}       # tokens whose sums fit in registers
 
 
 def zero_of(format: Format, body: str) -> int:
@@ -62,12 +64,6 @@ def scales_of(b: Builder, format: Format, body: str, tile: Value, group: int, fi
     return half_to_f32(b, tile, n, body, offset) if format.scale == "f16" else bf16_to_f32(b, tile, n, offset)
 
 
-def codes(b: Builder, format: Format, tile: Value, group: int, j: int, first: int, n: int) -> Value:
-    """The line that holds columns 32·group + 4j .. + 3 of rows first .. first + n − 1, as n × int32 of raw bytes."""
-    line = j if format.name == "int4_g32" else 8 * group + j
-    return load(b, tile, vec(I32, n), LINES_AT + 64 * line + 4 * first, 4 * n)
-
-
 def _nibbles(b: Builder, raw: Value, group: int, keep: bool) -> Value:
     mask = const(raw.type, 0x0F0F0F0F)
     if not group:
@@ -75,65 +71,68 @@ def _nibbles(b: Builder, raw: Value, group: int, keep: bool) -> Value:
     return b.and_(raw, const(raw.type, -0x0F0F0F10)) if keep else b.and_(b.lshr(raw, const(raw.type, 4)), mask)
 
 
-class _Sums:
-    """The integer sum of one token over one group, in whatever the body adds best."""
-
-    def __init__(self, b: Builder, format: Format, body: str, x: Value, group: int, n: int) -> None:
-        self.b, self.body, self.int4, self.n = b, body, format.name == "int4_g32", n
-        self.x, self.group = x, group
-        self.sum: Any = self._start() if body != "avx2" else None
-
-    def _start(self) -> Value:
-        return spread(self.b, self.x, I32, self.n, START_AT + 4 * self.group)
-
-    def add(self, w: Value, magnitude: Value, j: int) -> None:
-        """w: the codes as the body wants them; magnitude: their absolute values (AVX2, int8)."""
-        b, at = self.b, 32 * self.group + 4 * j
-        if self.body == "generic":
-            for kk in range(4):
-                x = b.sext(load(b, self.x, I8, at + kk), I32)
-                self.sum = b.add(self.sum, b.mul(byte(b, w, kk, not self.int4), splat(b, x, self.n)))
-            return
-        x = spread(b, self.x, I32, self.n, at)
-        if self.body != "avx2":
-            self.sum = dpbusd(b, self.sum, w, x)
-            return
-        if self.int4:                                # 8 products of at most 2 · 15 · 127 stay below 2^15
-            p = maddubs(b, w, x)
-        else:
-            p = pair_sums(b, maddubs(b, magnitude, sign_of(b, x, w)))
-        self.sum = p if self.sum is None else b.add(self.sum, p)
-
-    def total(self) -> Value:
-        if self.body != "avx2":
-            return self.sum
-        whole = pair_sums(self.b, self.sum) if self.int4 else self.sum
-        return self.b.add(whole, self._start())
+def _start(b: Builder, x: Value, group: int, n: int) -> Value:
+    return spread(b, x, I32, n, START_AT + 4 * group)
 
 
-def tile(b: Builder, format: Format, body: str, accs: list[list[Value]], w: Value, xs: list[Value]) -> list[list[Value]]:
-    """accs[token][part]: float32 sums of 16 rows in parts of the body's width; xs: addresses of the tokens' activation blocks."""
-    n = WIDTHS[body]
+def _columns(b: Builder, format: Format, body: str, raw: Value, group: int) -> tuple[Value, ...]:
+    """One line's part as the body multiplies it: (codes,), or for AVX2's int8 (codes, their magnitudes)."""
+    if format.name == "int4_g32":
+        return (_nibbles(b, raw, group, "vnni" in body),)
+    if "vnni" in body:
+        return (b.xor(raw, const(raw.type, -0x7F7F7F80)),)
+    if body == "avx2":
+        return raw, b.bitcast(call(b, "abs", b.bitcast(raw, vec(I8, 32)), const(I1, 0)), raw.type)
+    return (raw,)
+
+
+def _add(b: Builder, body: str, total: Value | None, w: tuple[Value, ...], x: Value) -> Value:
+    """total + 4 products per lane; AVX2's total starts as None and is int16 pairs for int4."""
+    if body == "generic":
+        assert total is not None
+        for kk in range(4):
+            total = b.add(total, b.mul(byte(b, w[0], kk, True), byte(b, x, kk, True)))
+        return total
+    if body != "avx2":
+        total = dpbusd(b, total, w[0], x)
+        return total if body == "avx512_vnni" else kept(b, total)
+    if len(w) == 1:                                  # 8 products of at most 2 · 15 · 127 stay below 2^15
+        p = maddubs(b, w[0], x)
+    else:
+        p = pair_sums(b, maddubs(b, w[1], sign_of(b, x, w[0])))
+    return p if total is None else kept(b, b.add(total, p))
+
+
+def tile(b: Builder, format: Format, body: str, accs: list[list[Value]], w: Value, xs: list[Value], ahead: Value) -> list[list[Value]]:
+    """accs[token][part]: float32 sums of 16 rows in parts of the body's width; xs: addresses of the tokens' activation blocks; ahead: a tile
+    to be prefetched, line by line between the products: in one burst, prefetches fill the queue of misses and stop everything."""
+    n, int4 = WIDTHS[body], format.name == "int4_g32"
+    parts = range(16 // n)
     out = [list(a) for a in accs]
-    for part in range(16 // n):
-        scales = [scales_of(b, format, body, w, g, part * n, n) for g in range(2)]
-        for low in range(0, len(xs), AT_ONCE[body]):
-            tokens = range(low, min(low + AT_ONCE[body], len(xs)))
-            sums = {(t, g): _Sums(b, format, body, xs[t], g, n) for t in tokens for g in range(2)}
-            for j in range(8):
-                for g in range(2):
-                    c = codes(b, format, w, g, j, part * n, n)
-                    magnitude = None
-                    if format.name == "int4_g32":
-                        c = _nibbles(b, c, g, "vnni" in body)
-                    elif "vnni" in body:
-                        c = b.xor(c, const(c.type, -0x7F7F7F80))
-                    elif body == "avx2":
-                        magnitude = b.bitcast(call(b, "abs", b.bitcast(c, vec(I8, 32)), const(I1, 0)), c.type)
-                    for t in tokens:
-                        sums[t, g].add(c, magnitude, j)
-            for g in range(2):
+    for low in range(0, len(xs), AT_ONCE[body]):
+        fresh(b)
+        tokens = range(low, min(low + AT_ONCE[body], len(xs)))
+        sums: dict[Any, Any] = {(t, g, p): None if body == "avx2" else _start(b, xs[t], g, n) for t in tokens for g in range(2) for p in parts}
+        for i in range(8 if int4 else 16):
+            fresh(b)
+            if low == 0:
+                prefetch(b, ahead, 64 * i)
+            raw = [load(b, w, vec(I32, n), LINES_AT + 64 * i + 4 * n * p, 4 * n) for p in parts]
+            for g in range(2) if int4 else [i // 8]:
+                columns = [_columns(b, format, body, r, g) for r in raw]
                 for t in tokens:
-                    sx = spread(b, xs[t], F32, n, SCALE_AT + 4 * g)
-                    out[t][part] = fma(b, b.sitofp(sums[t, g].total(), vec(F32, n)), b.fmul(scales[g], sx), out[t][part])
+                    x = spread(b, xs[t], I32, n, 32 * g + 4 * (i % 8))
+                    for p in parts:
+                        sums[t, g, p] = _add(b, body, sums[t, g, p], columns[p], x)
+        if low == 0:
+            prefetch(b, ahead, format.tile_nbytes - 64)
+        for g in range(2):
+            scales = [scales_of(b, format, body, w, g, n * p, n) for p in parts]
+            for t in tokens:
+                sx = spread(b, xs[t], F32, n, SCALE_AT + 4 * g)
+                for p in parts:
+                    total = sums[t, g, p]
+                    if body == "avx2":
+                        total = b.add(pair_sums(b, total) if int4 else total, _start(b, xs[t], g, n))
+                    out[t][p] = fma(b, b.sitofp(total, vec(F32, n)), b.fmul(scales[p], sx), out[t][p])
     return out
