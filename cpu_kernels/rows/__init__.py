@@ -12,7 +12,8 @@ from ..lanes import F32, I64, WIDTHS, Builder, Value, cgutils, const, load, op, 
 from . import floating, integer
 
 NEXT_AT, STREAMS = 32, 4                              # the next task's streams stand behind up to four of this one
-AHEAD_NBYTES = {8: 1152, 16: 3456}                   # by lanes: how far a stream is prefetched, measured on AVX2 and AVX-512 machines
+AHEAD_NBYTES = 3456                                  # how far a stream is prefetched where vectors have 16 lanes
+AHEAD_NARROW_NBYTES = 1152                           # where they have 8
 
 
 def is_float(format: Format, exact: bool) -> bool:
@@ -47,7 +48,7 @@ def emitter(format: Format, body: str, exact: bool, streams: int, tokens: int) -
     """The code of `walk`."""
     assert streams == 1 or tokens == 1
     size, step, n = format.tile_nbytes, block_nbytes(format, exact), WIDTHS[body]
-    ahead = max(1, AHEAD_NBYTES[n] // size)
+    ahead = max(1, (AHEAD_NBYTES if n == 16 else AHEAD_NARROW_NBYTES) // size)
     tile = floating.tile if is_float(format, exact) else integer.tile
     zero = const(vec(F32, n), 0.0)
 
