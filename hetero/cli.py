@@ -50,7 +50,6 @@ def parser() -> argparse.ArgumentParser:
     chat.add_argument("model", nargs="?", metavar="MODEL", help="folder, GGUF file or hub name")
     chat.add_argument("-p", "--prompt", help="one message, one answer; text that is piped in is added to it")
     chat.add_argument("--system", default="", help="system message")
-    chat.add_argument("--chat-template", metavar="FILE", default=argparse.SUPPRESS, help="jinja file in place of the model's own template")
     generate = command("generate", run_generate, "continue a text, or answer it with --chat")
     generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text; not given: stdin")
     generate.add_argument("--model", metavar="MODEL", help="folder, GGUF file or hub name; not given: the embedded model")
@@ -68,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     for each in (plan, report):
         each.add_argument("--json", action="store_true")
         add_flags(each.add_argument_group("options of the engine"))
+    add_serve(command("serve", run_serve, "serve a model to OpenAI and Anthropic clients and to a browser (also: hetero-serve)"))
     cache = command("cache", run_cache, "list or remove packed experts kept on disk")
     cache.add_argument("do", choices=("list", "rm", "prune"))
     cache.add_argument("names", nargs="*", metavar="NAME", help="rm: keys (four letters are enough) or model names")
@@ -79,6 +79,25 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true")
     add_flags(doctor, ["cache_dir", "config"])
     return top
+
+
+def add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name; not given: the embedded model")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
+    serve.add_argument("--port", type=int, default=8080, help="[8080]")
+    serve.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
+    serve.add_argument("--api-key-file", metavar="FILE", help="keys that clients must send, one a line; only its owner may read it")
+    serve.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="a web page that may ask; may be given again")
+    serve.add_argument("--max-requests", type=int, default=64, metavar="N", help="most requests running or waiting; more get 429 [64]")
+    serve.add_argument("--max-body", default="16M", metavar="SIZE", help="largest request [16M]")
+    serve.add_argument("--time-limit", type=float, default=3600, metavar="S", help="longest time for one answer, in seconds [3600]")
+    serve.add_argument("--drain-timeout", type=float, default=60, metavar="S", help="on SIGTERM: time to finish what runs [60]")
+    serve.add_argument("--tool-format", default="auto", metavar="NAME", help="how the model writes reasoning and calls; auto: its template tells")
+    serve.add_argument("--chat-template", metavar="FILE", help="jinja file in place of the model's own template")
+    serve.add_argument("--merge-system", action="store_true", help="join system messages in front, for templates that insist")
+    serve.add_argument("--merge-consecutive", action="store_true", help="join consecutive messages of one role")
+    serve.add_argument("--log-json", action="store_true", help="logs as JSON, one a line")
+    add_flags(serve.add_argument_group("options of the engine"))
 
 
 def add_sampling(to: argparse.ArgumentParser) -> None:
@@ -210,6 +229,33 @@ def run_report(args: argparse.Namespace) -> int:
         found = model.report()
         print(json.dumps(found.record(), default=str) if args.json else found.text(args.long))
         return int(not all(c.passed for c in found.checks))
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from hetero.options import notify_address, size
+
+    options = from_flags(args)
+    try:
+        from hetero.serve.app import Settings
+        from hetero.serve.run import Place, read_keys, serve
+    except ImportError as e:
+        raise BadOption(f"the server's packages are not installed ({e.name})", "pip install 'hetero-moe[serve]'") from e
+    try:
+        body = size(args.max_body) or 16 << 20
+    except ValueError as e:
+        raise BadOption(f"--max-body {args.max_body!r} cannot be meant", f"expected {e}") from e
+    merge = frozenset(name for name, on in (("system", args.merge_system), ("consecutive", args.merge_consecutive)) if on)
+    settings = Settings(args.served_model_name, read_keys(Path(args.api_key_file)) if args.api_key_file else (), tuple(args.cors_origin), body,
+                        args.time_limit, args.tool_format, Path(args.chat_template) if args.chat_template else None, merge)
+    place = Place(args.host, args.port, args.drain_timeout, args.max_requests, args.log_json)
+    return serve(args.model, options, settings, place, notify_address())
+
+
+def serve_main() -> int:
+    """The command `hetero-serve` is `hetero serve`."""
+    return main(["serve", *sys.argv[1:]])
 
 
 def run_cache(args: argparse.Namespace) -> int:

@@ -245,6 +245,12 @@ def state_folder(environ: Mapping[str, str] | None = None) -> Path:
     return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "hetero"
 
 
+def notify_address(environ: Mapping[str, str] | None = None) -> str:
+    """Where systemd wants to hear that a service is ready; "" when it does not."""
+    environ = os.environ if environ is None else environ
+    return environ.get("NOTIFY_SOCKET", "")
+
+
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for key, value in environ.items():

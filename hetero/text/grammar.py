@@ -225,18 +225,29 @@ class GrammarMask:
 
 
 class AfterReasoning:
-    """Everything but an end is allowed until the closing tag of reasoning; then `inner` holds."""
+    """Everything but an end is allowed until the closing tag of reasoning; then `inner` holds.
 
-    def __init__(self, inner: Mask, tokenizer: Tokenizer, size: int, close: str) -> None:
+    may_open: reasoning has not begun: `inner` holds from the start, unless this token comes first.
+    """
+
+    def __init__(self, inner: Mask, tokenizer: Tokenizer, size: int, close: str, may_open: int | None = None) -> None:
         self._inner, self._tokenizer, self._close, self._tail, self._done = inner, tokenizer, close.encode(), b"", False
+        self._open = may_open
         bits = np.ones(-(-size // 32) * 32, np.uint8)
         bits[sorted(i for i in tokenizer.ends() if i < size)] = 0
         self._free = np.packbits(bits, bitorder="little").view(np.uint32)
 
     def allowed(self) -> Sequence[int]:
+        if self._open is not None:
+            mask = np.array(self._inner.allowed(), np.uint32)
+            mask[self._open // 32] |= np.uint32(1 << self._open % 32)
+            return mask  # type: ignore[return-value]
         return self._inner.allowed() if self._done else self._free  # type: ignore[return-value]
 
     def accept(self, token: int) -> None:
+        opened, self._open = self._open, None
+        if opened is not None and token != opened:
+            self._done = True
         if self._done:
             self._inner.accept(token)
             return

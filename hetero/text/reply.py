@@ -102,6 +102,11 @@ class Reply:
         self._stream = Stream(tokenizer, sampling.stop, ends, sampling.min_tokens, strip)
         self._asked, self._began, self._first = sampling.logprobs is not None, time.monotonic(), 0.0
 
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stream.stopped
+
     def add(self, output: Output) -> Chunk:
         """Takes one output of the engine; gives what may be shown now, at its `finish` all that is left."""
         answer, now = self.answer, time.monotonic()

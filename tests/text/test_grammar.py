@@ -119,6 +119,14 @@ def test_a_constraint_begins_after_reasoning(vocabulary, tok):
     assert len(allowed(twin, tok.size)) > 8000
 
 
+def test_reasoning_may_come_first_or_not_at_all(vocabulary, tok):
+    for first, free in ((1, True), (tok.encode("yes")[0], False)):
+        mask = AfterReasoning(vocabulary.mask(grammar.from_choice(["yes"])), tok, tok.size, "</think>", may_open=1)
+        assert first in allowed(mask, tok.size) and not set(allowed(mask, tok.size)) & tok.ends()
+        mask.accept(first)
+        assert (len(allowed(mask, tok.size)) > 8000) == free
+
+
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("special", [True, False], ids=["special", "text"])
 def test_forced_calls_are_calls_that_validate(make_tok, name, special):

@@ -1,0 +1,167 @@
+"""Wire types: what clients send, field by field, and the error object; checks form alone, knows no model.
+
+Types are strict ("0.7" is no number), null means absent, unknown fields are kept aside and logged. Sources: OpenAI's and Anthropic's API references.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Text = Annotated[str, Field(max_length=4_000_000)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+MAX_STOPS, MAX_STOP_CHARS = 16, 512
+
+
+class Wire(BaseModel):
+    """Strict, and open to fields that we do not know."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    def unknown(self) -> list[str]:
+        """Fields that mean nothing to us."""
+        return sorted(self.model_extra or {})
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(BaseModel):
+    """The error object of OpenAI's API."""
+
+    error: ErrorBody
+
+
+class FunctionCall(Wire):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(Wire):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Part(Wire):
+    type: str
+    text: Text | None = None
+
+
+class Message(Wire):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | Annotated[list[Part], Field(max_length=4096)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=256)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: Text | None = None
+
+
+class Function(Wire):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Wire):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Wire):
+    name: str
+
+
+class NamedTool(Wire):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Wire):
+    name: str = "schema"
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Wire):
+    type: Literal["text", "json_object", "json_schema", "regex", "choice", "grammar"]
+    json_schema: JsonSchema | None = None
+    pattern: str | None = None
+    choices: list[str] | None = None
+    grammar: str | None = None
+
+
+class StreamOptions(Wire):
+    include_usage: bool | None = None
+
+
+class Sampled(Wire):
+    """What chat, completions and their relatives share."""
+
+    model: str | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=4096)] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=256)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_prompt: bool | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+
+
+class ChatRequest(Sampled):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=8192)]
+    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_completion_tokens: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class CompletionRequest(Sampled):
+    prompt: (Text | Annotated[list[int], Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=256)]
+             | Annotated[list[list[int]], Field(min_length=1, max_length=256)])
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class TokenizeRequest(Wire):
+    content: Text | None = None
+    prompt: Text | None = None
+    messages: list[Message] | None = None
+    add_special: bool | None = None
+
+
+class DetokenizeRequest(Wire):
+    tokens: Annotated[list[int], Field(max_length=4_000_000)]
+
+
+class TemplateRequest(Wire):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
