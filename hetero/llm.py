@@ -16,19 +16,17 @@ from cpu_kernels import plain as twins
 from cpu_kernels.team import Team
 from hetero import options as settings
 from hetero.arch import tensors
-from hetero.arch.spec import Model, MoE
+from hetero.arch.spec import Model
+from hetero.engine.devices import KV_NAMES, PAGE, place
 from hetero.engine.engine import Engine
 from hetero.engine.scheduler import Limits
 from hetero.errors import BadOption, BadRequest, DoesNotFit, UnusableHardware
-from hetero.gpu.host import Host
 from hetero.memory import bank as banks
 from hetero.memory import machine as machines
 from hetero.memory import plan as plans
-from hetero.memory.cache import Cache, page_nbytes
+from hetero.memory.cache import Cache
 from hetero.memory.packed import Progress
-from hetero.model.experts import OnCpu, expert_layer
-from hetero.model.load import load_decoder
-from hetero.model.replay import Replay
+from hetero.model.experts import expert_layer
 from hetero.model.step import single
 from hetero.model.weights import Weights
 from hetero.options import Options
@@ -40,8 +38,6 @@ from hetero.weights.checkpoint import Checkpoint
 from hetero.weights.dummy import Dummy
 from hetero.weights.source import Source, open_source
 
-PAGE = 16
-KV_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8"}
 Messages = Sequence[dict[str, Any]]
 Prompt = str | Sequence[int] | Messages
 
@@ -64,13 +60,13 @@ class LLM:
         self.tokenizer, self.template = read_text(self.source)
         self.sampling, self.sampling_sources = sampling_defaults(self.source.json("generation_config.json") or {})
         self.weights = Dummy(self.model) if self.options.load_format == "dummy" else Checkpoint(self.source, self.model)
+        if self.options.device != "cpu" and (trouble := machines.gpu_trouble()):
+            raise UnusableHardware(trouble[0], f"{trouble[1]}; or --device cpu")
         self.machine = machines.this_machine(self.options.cache_dir, self.options.device)
         arriving = [self.weights.expert_format(l) for l in self.model.moe_layers]
         self.plan = plans.plan(self.model, self.machine, self.options, arriving or "bf16")
         if not self.plan.fits:
             raise DoesNotFit(f"{self.name} {self.plan.shortfall}", "; or ".join(self.plan.changes))
-        if self.plan.device != "cpu":
-            raise UnusableHardware(f"device {self.plan.device}: decoding on a GPU is not part of this version", "--device cpu")
         torch.set_num_threads(1)                     # the team owns the cores
         self.team = Team(self.options.cores, self.options.threads)
         try:
@@ -83,20 +79,12 @@ class LLM:
     def _load(self, progress: Progress) -> None:
         plan, model, options = self.plan, self.model, self.options
         self.isa = cpu.isa()
-        self.ops = Host(plan.ctx, self.team, self.isa)
         self.bank = banks.load(self.weights, options.expert_format, options.cache_dir if options.packed_cache else None, self.team.threads, progress)
         self.layers = {l: expert_layer(banks.moe(model, l), self.bank.stores[l], self.bank.biases[l]) for l in model.moe_layers}
-
-        def experts(l: int, part: MoE) -> OnCpu:
-            return OnCpu(self.layers[l], self.ops, options.precision, options.deterministic)
-        self.decoder = load_decoder(self.ops, model, Weights(tensors.of(model), self.weights.dense), experts, plan.dense_format, plan.dense_format)
-        kv = KV_NAMES[plan.kv_dtype]
-        self.cache = Cache(model, -(-plan.kv_tokens // PAGE), PAGE, kv, host_pages=(options.kv_ram or 0) // page_nbytes(model, PAGE, kv),
-                           rows=plan.max_batch)
+        self.placed = place(plan, model, options, Weights(tensors.of(model), self.weights.dense), self.layers, self.team)
         limits = Limits(plan.max_batch, plan.chunk, options.max_stall_ms / 1e3)
         self.vocab = min(self.tokenizer.size, model.vocab)
-        self.replay = Replay(self.decoder, self.ops, plan.max_batch, -(-plan.ctx // PAGE) + 1)
-        self.engine = Engine(self.replay, self.cache, self.vocab, plan.ctx, self.tokenizer.ends(), limits, seed=options.seed)
+        self.engine = Engine(self.placed.run, self.placed.cache, self.vocab, plan.ctx, self.tokenizer.ends(), limits, seed=options.seed)
         self._inbox: dict[str, deque[Output]] = {}
         self._ids = count()
 
@@ -165,12 +153,12 @@ class LLM:
             raise BadRequest(f"path is {path!r}", "prefill or decode", "path")
         if not 0 < len(token_ids) <= self.plan.ctx or not all(0 <= t < self.model.vocab for t in token_ids):
             raise BadRequest("token_ids must be 1 to " f"{self.plan.ctx} ids below {self.model.vocab}", param="token_ids")
-        cache = Cache(self.model, -(-len(token_ids) // PAGE), PAGE, KV_NAMES[self.plan.kv_dtype])
+        cache = Cache(self.model, -(-len(token_ids) // PAGE), PAGE, KV_NAMES[self.plan.kv_dtype], self.plan.device)
         width = 1 if path == "decode" else self.plan.chunk
         rows = []
         for at, tokens in zip(count(0, width), torch.tensor(list(token_ids)).split(width), strict=False):
-            step = single(tokens, at, PAGE, torch.arange(tokens.shape[0]))
-            rows.append(self.replay(step, cache)[:, :self.vocab].clone())
+            step = single(tokens, at, PAGE, torch.arange(tokens.shape[0]), self.plan.device)
+            rows.append(self.placed.run(step, cache)[:, :self.vocab].cpu().clone())
         return torch.cat(rows)
 
     # -- what really runs -------------------------------------------------------------------------------------------------------------------
@@ -188,10 +176,12 @@ class LLM:
                  "experts": f"from {filled.by} in {filled.seconds:.1f} s: {'; '.join(kept)}",
                  "expert memory": f"{filled.nbytes / 2**20:.0f} MiB, {filled.huge}", "KV": f"{self.plan.kv_tokens} tokens in {self.plan.kv_dtype}",
                  "planned": f"{self.plan.ram_bytes / 2**20:.0f} MiB, decode {self.plan.decode_tok_s:.0f} tok/s", "loaded in": f"{self.load_s:.1f} s",
+                 **self.placed.facts,
                  **({"notes": "; ".join(self.source.notes)} if self.source.notes else {})}
         stats = self.engine.stats()
         speeds = {"decode tok/s": stats.decode_tokens / stats.decode_s if stats.decode_s else 0.0}
-        return Report(self.name, facts, tuple(self.decoder.report()), tuple(self.options.rows()), self.check(), speeds if stats.decode_s else {})
+        rows = tuple(self.placed.decoder.report())
+        return Report(self.name, facts, rows, tuple(self.options.rows()), self.check(), speeds if stats.decode_s else {})
 
     def close(self) -> None:
         """Ends the threads; the model cannot be used any more."""

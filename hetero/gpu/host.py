@@ -16,7 +16,7 @@ from cpu_kernels.linear import Linear
 from cpu_kernels.operands import ready
 from cpu_kernels.team import Prepared, Team
 from hetero.arch import spec
-from hetero.gpu.ops import KV, Delta, LatentAttend, Matrix, Row, Step
+from hetero.gpu.ops import KV, Delta, LatentKV, Matrix, Row, Step
 from hetero.gpu.plain import Plain
 from hetero.gpu.tables import scale_of
 
@@ -81,14 +81,15 @@ class Host:
 
     def attend(self, part: spec.GQA, eps: float, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
                sinks: Tensor | None = None) -> "HostAttend":
+        if part.gate:
+            self.recordable = False                      # what cuts and gates its rows is no job
         return HostAttend(self, part, eps, *(None if t is None else t.float().contiguous() for t in (q_norm, k_norm, sinks)))
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None, format: str = "", logits: bool = False) -> Matrix:
         return HostMatrix(self, weight, bias, format)
 
-    def latent_attend(self, part: spec.MLA, eps: float, kv_norm: Tensor, kv_b: Tensor) -> LatentAttend:
-        self.recordable = False
-        return self.plain.latent_attend(part, eps, kv_norm, kv_b)
+    def latent_attend(self, part: spec.MLA, eps: float, kv_norm: Tensor, kv_b: Tensor) -> "HostLatentAttend":
+        return HostLatentAttend(self, part, eps, kv_norm.float().contiguous(), kv_b)
 
     def delta(self, part: spec.GatedDeltaNet, eps: float, conv: Tensor, dt_bias: Tensor, a_log: Tensor, norm: Tensor) -> Delta:
         self.recordable = False
@@ -224,3 +225,27 @@ class HostAttend:
 
     def row(self) -> Row:
         return self.ops.tell("attention", "attention.grouped", "")
+
+
+class HostLatentAttend:
+    """MLA absorbed; kv_b stays in bf16 where it arrives so."""
+
+    def __init__(self, ops: Host, part: spec.MLA, eps: float, kv_norm: Tensor, kv_b: Tensor) -> None:
+        self.ops, self.part, self.eps, self.kv_norm = ops, part, eps, kv_norm
+        self.up = (kv_b if kv_b.dtype == torch.bfloat16 else kv_b.float()).contiguous()
+        self.table, self.scale = ops.plain.table(part.rope), scale_of(part)
+
+    def __call__(self, q: Tensor, latent: Tensor, kv: LatentKV, step: Step) -> Tensor:
+        a, (cos, sin), T = self.part, self.table, q.shape[0]
+        out, kind, half = torch.empty(T, a.heads * a.v_dim), heads.KV_TYPES[KV_NAMES[kv.latent.dtype]], a.rope.dim // 2
+        self.ops.do(heads.latent_in, [
+            at(q), at(latent), T, a.heads, a.nope_dim, a.kv_rank, at(self.kv_norm), at(cos), at(sin), half, int(a.rope.interleaved),
+            at(step.positions), at(step.slots), at(kv.latent), at(kv.scales), kind], [self.eps], (q, latent, step, kv))
+        self.ops.play(attention.attend_latent(
+            at(q), T, step.lengths.shape[0], at(step.positions), at(step.starts), at(step.lengths), step.pages.data_ptr(), step.pages.stride(0),
+            kv.latent.shape[1], at(kv.latent), at(kv.scales), kind, at(out), a.heads, a.nope_dim, a.rope.dim, a.kv_rank, a.v_dim, at(self.up),
+            heads.KV_TYPES[KV_NAMES[self.up.dtype]], self.scale, self.ops.scratch, (q, kv, step, out, self.up)))
+        return out
+
+    def row(self) -> Row:
+        return self.ops.tell("attention", "attention.latent", KV_NAMES[self.up.dtype], self.up.nbytes)
