@@ -75,7 +75,7 @@ class Cuda:
 
     def delta(self, part: spec.GatedDeltaNet, eps: float, conv: Tensor, dt_bias: Tensor, a_log: Tensor, norm: Tensor) -> PlainDelta:
         made = PlainDelta(part, eps, *(self.own(t, torch.float32) for t in (conv, dt_bias, a_log, norm)))
-        made.note = "torch operators, sequence by sequence: not in a graph"
+        made.note = "torch operators; prompts sequence by sequence"
         return made
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:

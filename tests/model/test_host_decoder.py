@@ -23,7 +23,7 @@ from hetero.request import Request, Sampling
 from hetero.weights.checkpoint import Checkpoint
 from hetero.weights.source import open_source
 
-FAMILIES = ["qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe", "flex_olmo"]
+FAMILIES = ["qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe", "flex_olmo", "qwen3_next", "qwen3_5_moe"]
 IDS = [(7 * i) % 250 + 3 for i in range(3, 36)]
 
 
@@ -57,11 +57,11 @@ def test_logits_are_those_of_transformers_in_chunks_and_replayed_token_by_token(
     assert torch.equal(torch.cat(rows).argmax(-1), theirs.argmax(-1))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe"])
 @torch.no_grad()
 def test_greedy_tokens_through_the_engine_are_those_of_transformers(family: str, tiny: Any, make: Any, team: Team) -> None:
     decoder, ops = load(tiny(family), team)
-    cache = Cache(decoder.model, 32, 16, "f32")
+    cache = Cache(decoder.model, 32, 16, "f32", rows=4)
     engine = Engine(Replay(decoder, ops, 4, 9), cache, 256, 128, (), Limits(4, 8))
     prompts = {"a": IDS[:11], "b": IDS[4:9], "c": IDS[20:33]}
     for id, prompt in prompts.items():
