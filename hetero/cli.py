@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     plan = command("plan", run_plan, "tell what would go where, and how fast it would be, before anything is loaded")
     plan.add_argument("model", nargs="?", metavar="MODEL", help="folder, config.json or hub name; not given: the embedded model")
     plan.add_argument("--config-only", action="store_true", help="a bare config.json is enough: take its word for the weights")
+    plan.add_argument("--suggest", action="store_true", help="no model: which known ones fit this machine")
     report = command("report", run_report, "load a model, test its kernels, run 8 steps, and tell what ran where")
     report.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name; not given: the embedded model")
     report.add_argument("--long", action="store_true", help="every option, also those that were not set")
@@ -214,9 +215,23 @@ def run_plan(args: argparse.Namespace) -> int:
     from hetero.memory import table
 
     options = from_flags(args)
+    if args.suggest:
+        return run_suggest(options, args.json)
     plan, machine = forecast.forecast(args.model, options, args.config_only)
     print(json.dumps(table.record(plan, machine)) if args.json else table.text(plan, machine))
     return 0 if plan.fits else 1
+
+
+def run_suggest(options: Options, as_json: bool) -> int:
+    from dataclasses import asdict
+
+    from hetero.memory import suggest
+    from hetero.memory.machine import this_machine
+    from hetero.memory.plan import imagined
+
+    machine = imagined(this_machine(options.cache_dir, options.device), options)
+    print(json.dumps([asdict(s) for s in suggest.suggest(machine)]) if as_json else "\n".join(suggest.lines(machine)))
+    return 0
 
 
 def run_report(args: argparse.Namespace) -> int:

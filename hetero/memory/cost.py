@@ -19,6 +19,7 @@ class Machine:
     ram_bytes: int                       # that this process may take: free now, within cgroup and limits
     dram_bytes_s: float                  # read, all cores
     cpu_flops: float                     # multiply-adds count two, in the experts' matrix products at many tokens
+    expert_bytes_s: float = 0.0          # weights that the experts' kernels read for one token; 0: not measured, a usual share of DRAM
     gpu: str = ""
     vram_bytes: int = 0                  # free on the card, 0 without a usable one
     vram_bytes_s: float = 0.0
@@ -80,17 +81,18 @@ def decode_terms(model: Model, machine: Machine, pieces: Sequence[Sized], on_gpu
     read = sum(each * moe.router.top_k for each, moe in routed)
     hits = sum(min(1.0, slots / moe.router.experts) for _, moe in routed) / len(routed) if routed else 0.0
     cold, dram = read * (1 - hits), machine.dram_bytes_s * EXPERT_SHARE
+    experts = machine.expert_bytes_s or dram
     dense = sum(n for kind, n in kinds.items() if kind not in ("experts", "embed", "shared"))
     if model.tied and "head" not in kinds:
         dense += kinds["embed"]
     shared = kinds.get("shared", 0)
     if not on_gpu:
-        return (Term("routed experts", cold / dram, f"{cold / 1e6:.0f} MB / {dram / 1e9:.1f} GB/s"),
+        return (Term("routed experts", cold / experts, f"{cold / 1e6:.0f} MB / {experts / 1e9:.1f} GB/s"),
                 Term("attention, shared experts, head", (dense + shared) / dram, f"{(dense + shared) / 1e6:.0f} MB / {dram / 1e9:.1f} GB/s"),
                 Term("calls", layers * machine.cpu_layer_s, f"{layers} layers x {machine.cpu_layer_s * 1e6:.0f} us"))
     vram = machine.vram_bytes_s * VRAM_SHARE
-    beside = max(0.0, (shared + read * hits) / vram - cold / dram)
-    return (Term("routed experts on the CPU", cold / dram, f"{cold / 1e6:.0f} MB / {dram / 1e9:.1f} GB/s"),
+    beside = max(0.0, (shared + read * hits) / vram - cold / experts)
+    return (Term("routed experts on the CPU", cold / experts, f"{cold / 1e6:.0f} MB / {experts / 1e9:.1f} GB/s"),
             Term("attention and head", dense / vram, f"{dense / 1e6:.0f} MB / {vram / 1e9:.0f} GB/s"),
             Term("shared and cached experts beyond the CPU's time", beside,
                  f"{(shared + read * hits) / 1e6:.0f} MB / {vram / 1e9:.0f} GB/s, beside the CPU"),

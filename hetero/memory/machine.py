@@ -8,19 +8,19 @@ import hashlib
 import json
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from cpu_kernels import cpu
+from cpu_kernels import Act, ExpertLayer, ExpertStore, Team, ceilings, cpu
 from hetero.memory.cost import Machine
 
 MiB, GiB = 1 << 20, 1 << 30
-RATES = ("dram_bytes_s", "cpu_flops", "vram_bytes_s", "gpu_flops", "pcie_bytes_s")
+RATES = ("dram_bytes_s", "expert_bytes_s", "cpu_flops", "vram_bytes_s", "gpu_flops", "pcie_bytes_s")
 
 
 def ram_available(root: Path = Path("/")) -> int:
@@ -73,29 +73,54 @@ def this_machine(cache_dir: Path | None = None, device: str = "auto", measure: b
         free, _ = torch.cuda.mem_get_info(index)
         found = replace(found, gpu=torch.cuda.get_device_name(index), vram_bytes=free, vram_bytes_s=3e11, gpu_flops=5e13, pcie_bytes_s=2e10,
                         assumed=("dram_bytes_s", "cpu_flops", "vram_bytes_s", "gpu_flops", "pcie_bytes_s"))
-    key = hashlib.sha256(repr((found.name, found.gpu, here.threads, np.__version__, torch.__version__, 1)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((found.name, found.gpu, here.threads, np.__version__, torch.__version__, cpu.isa(), 2)).encode()).hexdigest()[:16]
     file = cache_dir / f"machine-{key}.json" if cache_dir else None
     rates: dict[str, Any] = _remembered(file)
+    busy = os.getloadavg()[0] > 0.75 * here.threads          # then the figures are this moment's, not the machine's
     if not rates and measure:
         rates = _measure(here.threads, index if on_gpu else None)
-        _remember(file, rates)
+        if busy:
+            found = replace(found, name=f"{found.name} (measured while busy with other work)")
+        else:
+            _remember(file, rates)
     return replace(found, **rates, assumed=tuple(n for n in found.assumed if n not in rates))
 
 
 def _measure(threads: int, gpu: int | None) -> dict[str, Any]:
-    """Rates by name, each the best of a few tries: DRAM read by all threads, float32 products, and with a GPU its memory, products and PCIe."""
-    each = 64 * MiB // 8
-    data = [np.ones(each, np.int64) for _ in range(threads)]
-    with ThreadPoolExecutor(threads) as pool:
-        def read() -> None:
-            list(pool.map(np.add.reduce, data))
-        rates = {"dram_bytes_s": threads * each * 8 / _best(read, 5)}
-    a = torch.ones(1024, 1024)
-    rates["cpu_flops"] = 2 * 1024 ** 3 / _best(lambda: torch.mm(a, a), 5) * (threads if torch.get_num_threads() == 1 else 1)
+    """Rates by name, each the best of a few tries by the kernels themselves: DRAM read, experts of int4_g32 for one token and for many
+    (2048 x 768, 64 tokens an expert), and with a GPU its memory, products and PCIe."""
+    with Team() as team:
+        memory = np.full(256 * MiB + 64, 1, np.uint8)
+        memory = memory[-memory.ctypes.data % 64:][:256 * MiB]
+        rates = {"dram_bytes_s": 256 * MiB / min(ceilings.read_s(team, memory, ahead) for ahead in (False, True) for _ in range(3))}
+        del memory
+        rates |= _measure_experts(team)
+        rates["expert_bytes_s"] = min(rates["expert_bytes_s"], rates["dram_bytes_s"])       # a cache may have held them
     if gpu is not None:
         rates |= _measure_gpu(gpu)
         torch.cuda.empty_cache()
     return rates
+
+
+def _measure_experts(team: Team, hidden: int = 2048, inter: int = 768, experts: int = 48, top_k: int = 8) -> dict[str, float]:
+    store = ExpertStore("int4_g32", experts, hidden, inter)
+    draw = np.random.default_rng(0)
+    gate, up, down = (draw.standard_normal(shape, np.float32) for shape in ((inter, hidden), (inter, hidden), (hidden, inter)))
+    store.put(0, gate, up, down)
+    records = store.buffer.reshape(experts, -1)
+    records[1:] = records[0]
+    layer = ExpertLayer(store, Act())
+    turn = count()
+
+    def one() -> None:
+        ids = ((np.arange(top_k) + next(turn) * top_k) % experts).astype(np.int32)[None]
+        layer.run(x[:1], ids, np.full((1, top_k), 1 / top_k, np.float32), out[:1], team)
+
+    def many() -> None:
+        layer.run(x, (np.arange(64 * top_k, dtype=np.int32) % top_k)[:, None].copy(), np.ones((64 * top_k, 1), np.float32), out, team)
+    x = draw.standard_normal((64 * top_k, hidden), np.float32)
+    out = np.empty_like(x)
+    return {"expert_bytes_s": top_k * store.record_nbytes / _best(one, 12), "cpu_flops": 2.0 * x.shape[0] * 3 * hidden * inter / _best(many, 3)}
 
 
 def _measure_gpu(index: int) -> dict[str, float]:

@@ -4,6 +4,7 @@ Bytes of packed matrices come from the kernels' own table of formats; everything
 after loading can stand beside what was planned.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -119,7 +120,8 @@ def expert_format(wanted: str, arriving: str) -> str:
         return wanted
     if arriving in FORMATS and FORMATS[arriving].bits < 16:
         return arriving
-    return "int8_g32" if arriving.startswith(("fp8", "int8", "q8", "q6", "q5")) else "int4_g32"
+    bits = max((int(n) for n in re.findall(r"(?:int|fp|f|q)(\d+)", arriving)), default=16)
+    return "int8_g32" if 4 < bits <= 8 else "int4_g32"
 
 
 def plan(model: Model, machine: Machine, options: Options, arriving: str | Sequence[str] = "bf16", dense_arrives: str = "bf16") -> Plan:
@@ -133,7 +135,11 @@ def plan(model: Model, machine: Machine, options: Options, arriving: str | Seque
 
 
 def imagined(machine: Machine, options: Options) -> Machine:
-    """The machine with a usual GPU added when the options speak of one that is not there: for planning a purchase, never for loading."""
+    """The machine with the memory, and a usual GPU, that the options speak of and it lacks: for planning a purchase, never for loading."""
+    if options.ram and options.ram > machine.ram_bytes:
+        machine = replace(machine, ram_bytes=options.ram, assumed=(*machine.assumed, "ram_bytes"))
+    if options.vram and 0 < machine.vram_bytes < options.vram:
+        machine = replace(machine, vram_bytes=options.vram, assumed=(*machine.assumed, "vram_bytes"))
     if machine.vram_bytes or not (options.vram or options.device.startswith("cuda")):
         return machine
     return replace(machine, gpu="imagined GPU", vram_bytes=options.vram or 8 * GiB, vram_bytes_s=360e9, gpu_flops=60e12, pcie_bytes_s=25e9,

@@ -72,14 +72,14 @@ def suggest(machine: Machine) -> list[Suggestion]:
 
 def _weigh(known: Known, machine: Machine) -> Suggestion:
     experts, kv, dram = known.routed * BILLION * INT4, known.kv * TOKENS, machine.dram_bytes_s * EXPERT_SHARE
-    routed = known.routed_active * BILLION * INT4
+    routed, each = known.routed_active * BILLION * INT4, machine.expert_bytes_s or dram
     if machine.vram_bytes:
         dense = known.embedding * BILLION * BF16 + (known.rest - known.embedding) * BILLION * INT8
         ram, vram = experts + GiB, dense + kv + 1.6 * GiB
-        seconds = routed / dram + dense / (machine.vram_bytes_s * VRAM_SHARE)
+        seconds = routed / each + dense / (machine.vram_bytes_s * VRAM_SHARE)
     else:
         ram, vram = experts + known.rest * BILLION * BF16 + kv + GiB, 0.0
-        seconds = (routed + (known.rest - known.embedding) * BILLION * BF16) / dram
+        seconds = routed / each + (known.rest - known.embedding) * BILLION * BF16 / dram
     short = [f"{what} {(need - have) / GiB:.0f} GiB short" for what, need, have in
              (("system memory", ram, machine.ram_bytes), ("GPU memory", vram, machine.vram_bytes)) if need > have]
     return Suggestion(known.name, not short, int(ram), int(vram), 1 / seconds, ", ".join(short))

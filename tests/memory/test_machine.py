@@ -60,6 +60,7 @@ def test_a_visible_gpu_that_torch_cannot_use_is_named_with_its_remedy(root, monk
 
 def test_rates_are_measured_once_and_remembered(tmp_path, monkeypatch):
     calls = []
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(machine, "_measure", lambda threads, gpu: calls.append(threads) or {"dram_bytes_s": 5e9, "cpu_flops": 1e11})
     first = machine.this_machine(tmp_path, "cpu")
     again = machine.this_machine(tmp_path, "cpu")
@@ -75,3 +76,10 @@ def test_a_measured_machine_is_json():
     found = machine.this_machine(None, "cpu")
     assert found.dram_bytes_s > 1e8 and found.ram_bytes > 0 and found.cores >= 1
     assert json.loads(json.dumps(machine.record(found)))["cores"] == found.cores
+
+
+def test_rates_measured_beside_other_work_are_used_and_not_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (1e6, 0.0, 0.0))
+    monkeypatch.setattr(machine, "_measure", lambda threads, gpu: {"dram_bytes_s": 1e9, "cpu_flops": 1e11, "expert_bytes_s": 8e8})
+    found = machine.this_machine(tmp_path, "cpu")
+    assert found.expert_bytes_s == 8e8 and "busy" in found.name and not list(tmp_path.glob("machine-*.json"))

@@ -63,6 +63,14 @@ def test_experts_are_kept_as_they_arrive_or_in_the_documented_format(arriving, k
     assert set(make(arriving=arriving, expert_format="bf16").expert_formats) == {"bf16"}
 
 
+@pytest.mark.parametrize(("arriving", "bits"), [("bf16", 16), ("f32", 32), ("f16", 16), ("int8_g32", 8), ("int4_g32", 4), ("fp8", 8), ("fp8_block128", 8),
+                                               ("gptq_int4_g128", 4), ("gptq_int8_g128", 8), ("awq_int4_g128", 4), ("mxfp4", 4), ("nvfp4", 4), ("q4_k", 4),
+                                               ("q5_k", 5), ("q6_k", 6), ("q8_0", 8), ("q4_k+q6_k", 6)])
+def test_the_plan_and_the_loader_choose_the_same_format(arriving, bits):
+    from hetero.memory.bank import choose_format
+    assert plan.expert_format("auto", arriving) == choose_format(arriving, bits, "auto")
+
+
 def test_formats_per_layer_are_planned_per_layer():
     found = make(arriving=["int8_g32"] * 8 + ["bf16"] * 40)
     by_layer = {p.layer: p.format for p in found.pieces if p.kind == "experts"}
@@ -107,6 +115,9 @@ def test_a_gpu_that_is_not_there_is_refused_and_can_be_imagined_for_planning():
     found = plan.plan(QWEN, imagined, wanted)
     assert found.device == "cuda:0" and found.assumed == ("gpu",) and found.vram_limit_bytes == 8 * GiB
     assert plan.imagined(CARD, wanted) is CARD
+    more = options.resolve({"ram": "512G", "vram": "48G"}, {})
+    assert (plan.imagined(CARD, more).ram_bytes, plan.imagined(CARD, more).vram_bytes) == (512 * GiB, 48 * GiB)
+    assert plan.imagined(CARD, more).assumed == ("ram_bytes", "vram_bytes")
 
 
 def test_unknown_formats_name_the_known_ones():
