@@ -98,9 +98,9 @@ def _emit_join(b: Builder, y: Value, sums: Value, weight: Value, bias: Value) ->
 
 
 scale_add, join, zero16 = op(3, _emit_scale_add), op(4, _emit_join), _zero16
-_activate = {(k, g): _emit_activate(k, g) for k in KINDS for g in (False, True)}
-_silu, _gelu, _tanh, _relu2 = (_activate[k, True] for k in KINDS)
-_silu1, _gelu1, _tanh1, _relu21 = (_activate[k, False] for k in KINDS)
+activations = {(k, g): _emit_activate(k, g) for k in KINDS for g in (False, True)}
+_silu, _gelu, _tanh, _relu2 = (activations[k, True] for k in KINDS)
+_silu1, _gelu1, _tanh1, _relu21 = (activations[k, False] for k in KINDS)
 
 
 @kernel

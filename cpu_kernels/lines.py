@@ -1,5 +1,5 @@
 """Lines of 32 values between float32, bf16 and int8, and what rounding by row needs: intrinsics on addresses. Knows no matrix and no thread."""
-from .lanes import F32, I8, I16, I32, Builder, Value, call, const, declare, load, op, spread, store, vec
+from .lanes import F32, I8, I16, I32, I64, Builder, Value, call, cgutils, const, declare, fma, load, op, prefetch, spread, store, vec
 
 TINY = 1e-30                                         # rows below this are rounded to zero: their inverse would overflow
 
@@ -62,5 +62,47 @@ def _zero_line(b: Builder, into: Value) -> None:
     store(b, const(vec(I32, 16), 0), into, 0, 4)
 
 
-bf16_line, greatest, int8_line, dequantize = op(2, _bf16_line), op(2, _greatest), op(3, _int8_line), op(3, _dequantize)
+def _bf16_row(b: Builder, source: Value, lines: Value, into: Value) -> None:
+    """A row of `lines` times 32 float32 -> bf16 lines 2,048 B apart: one row of A tiles."""
+    with cgutils.for_range(b, lines) as loop:
+        _bf16_line(b, b.add(source, b.shl(loop.index, const(I64, 7))), b.add(into, b.shl(loop.index, const(I64, 11))))
+
+
+def _copy_row(b: Builder, source: Value, lines: Value, into: Value) -> None:
+    """The same from bf16."""
+    with cgutils.for_range(b, lines) as loop:
+        line = load(b, b.add(source, b.shl(loop.index, const(I64, 6))), vec(I32, 16), 0, 2)
+        store(b, line, b.add(into, b.shl(loop.index, const(I64, 11))), 0, 64)
+
+
+def _join_rows(b: Builder, sums: Value, rows: Value, tokens: Value, weights: Value, stride: Value, out: Value, width: Value, bias: Value) -> None:
+    """out[tokens[r]] += weights[r] · (sums[r] + bias), 32 columns; rows of `sums` are 128 B apart, of `out` `width` bytes, weights `stride`.
+    Rows of `out` come in no order a prefetcher could guess, so they are asked for in time."""
+    real = vec(F32, 16)
+    add = [load(b, bias, real, 64 * half, 4) for half in range(2)]
+    last = b.sub(rows, const(I64, 1))
+
+    def row_of(r: Value) -> Value:
+        token = b.sext(load(b, b.add(tokens, b.shl(r, const(I64, 2))), I32, 0, 4), I64)
+        return b.add(out, b.mul(token, width))
+    with cgutils.for_range(b, rows) as loop:
+        soon = b.add(loop.index, const(I64, 8))
+        later = row_of(b.select(b.icmp_signed("<", soon, last), soon, last))
+        prefetch(b, later)
+        prefetch(b, later, 64)
+        y, s = row_of(loop.index), b.add(sums, b.shl(loop.index, const(I64, 7)))
+        weight = spread(b, b.add(weights, b.mul(loop.index, stride)), F32, 16)
+        for half in range(2):
+            v = b.fadd(load(b, s, real, 64 * half, 4), add[half])
+            store(b, fma(b, weight, v, load(b, y, real, 64 * half, 4)), y, 64 * half, 4)
+
+
+def _dequantize_rows(b: Builder, sums: Value, rows: Value, scales: Value, columns: Value) -> None:
+    """int32 sums of `rows` rows -> float32: times the row's scale and 32 column scales, in place."""
+    with cgutils.for_range(b, rows) as loop:
+        _dequantize(b, b.add(sums, b.shl(loop.index, const(I64, 7))), b.add(scales, b.shl(loop.index, const(I64, 2))), columns)
+
+
+bf16_row, copy_row, join_rows, dequantize_rows = op(3, _bf16_row), op(3, _copy_row), op(8, _join_rows), op(4, _dequantize_rows)
+bf16_line, greatest, int8_line = op(2, _bf16_line), op(2, _greatest), op(3, _int8_line)
 scale_of, widen_line, zero_line = op(3, _scale_of), op(2, _widen_line), op(1, _zero_line)

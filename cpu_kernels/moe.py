@@ -153,7 +153,7 @@ class ExpertLayer:
         fast = fast and self.store.format.name != "bf16"
         made = self._tiled.setdefault(team, {})
         if fast not in made:
-            made[fast] = tiled.Tiled(self.store, self.static, self.body, True, fast, team, self)
+            made[fast] = tiled.Tiled(self.store, self.static, self.act.kind, self.body, True, fast, team, self)
         return made[fast]
 
     def tune(self, team: Team) -> int:

@@ -30,7 +30,7 @@ from .gemm import (
 from .gemm import ROOM as PRODUCT_ROOM
 from .jit import kernel
 from .jobs import barrier, claims, share
-from .lines import bf16_line, dequantize, greatest, int8_line, scale_of, widen_line, zero_line
+from .lines import bf16_line, bf16_row, copy_row, dequantize_rows, greatest, int8_line, join_rows, scale_of, widen_line, zero_line
 from .routed import first_pair, word
 from .tiles import BLOCK_NBYTES, power
 
@@ -93,7 +93,11 @@ def pack_bf16(a: int, u: int, block: int, values: int) -> int:
                 zero_line(into + line * 2048 + 64 * r)
             continue
         x = word(a, routed.INPUTS) + peek32(word(a, routed.TOKENS) + 4 * (pair + r)) * H * (4 - 2 * bf16)
-        for line in range(2 * per):
+        if bf16:
+            copy_row(x, H // 32, into + 64 * r)
+        else:
+            bf16_row(x, H // 32, into + 64 * r)
+        for line in range(H // 32, 2 * per):             # what is left of a width that is no multiple of 64
             ffn.load32(x, bf16, 32 * line, H, values)
             bf16_line(values, into + line * 2048 + 64 * r)
     return 0
@@ -147,11 +151,21 @@ def round_hidden(a: int, block: int, values: int, _: int) -> int:
 
 
 @kernel
-def join_block(a: int, u: int, pair: int, column: int, sums: int, values: int) -> None:
-    """Adds up to 32 columns of one pair's result to its token's row of out."""
-    routed.join_row(a, peek32(word(a, routed.USED) + 4 * u), pair, column // ROWS, sums, values - routed.VALUES)
-    if column + ROWS < word(a, routed.HIDDEN):
-        routed.join_row(a, peek32(word(a, routed.USED) + 4 * u), pair, column // ROWS + 1, sums + 64, values - routed.VALUES)
+def join_columns(a: int, u: int, pair: int, rows: int, column: int, sums: int, values: int) -> None:
+    """Adds up to 32 columns of `rows` results to their tokens' rows of out."""
+    H = word(a, routed.HIDDEN)
+    e = peek32(word(a, routed.USED) + 4 * u)
+    if column + 32 <= H:
+        weights, stride = word(a, routed.PAIR_WEIGHTS) + 4 * pair, 4
+        if word(a, routed.ON_INPUT):
+            weights, stride = word(a, routed.ONE), 0
+        join_rows(sums, rows, word(a, routed.TOKENS) + 4 * pair, weights, stride, word(a, routed.OUT) + 4 * column, 4 * H,
+                  word(a, routed.BIAS_DOWN) + e * word(a, routed.BIAS_H) + 4 * column)
+        return
+    for r in range(rows):
+        routed.join_row(a, e, pair + r, column // ROWS, sums + 128 * r, values - routed.VALUES)
+        if column + ROWS < H:
+            routed.join_row(a, e, pair + r, column // ROWS + 1, sums + 128 * r + 64, values - routed.VALUES)
 
 
 @kernel
@@ -194,11 +208,12 @@ def turn(room: int) -> None:
 
 
 @functools.cache
-def units_of(bf16: bool, gated: bool) -> dict[int, Any]:
-    """What the job calls by address, by word: each compiled on its own, none depends on the weights' format."""
+def units_of(bf16: bool, gated: bool, kind: str) -> dict[int, Any]:
+    """What the job calls by address, by word: each compiled on its own, none depends on the weights' format. `kind`: the activation."""
     step = 4096 if bf16 else 2048
+    apply = ffn.activations[kind, gated]
 
-    @kernel(key=(bf16, gated))
+    @kernel(key=(bf16, gated, kind))
     def activate(a: int, where: int, gate: int, up: int) -> int:
         """32 columns of gate and up of up to 32 rows -> hidden columns. `where`: the used expert, first pair, rows, 32-row block, column / 32."""
         u, pair, rows, block, i = peek(where), peek(where + 8), peek(where + 16), peek(where + 24), peek(where + 32)
@@ -206,14 +221,16 @@ def units_of(bf16: bool, gated: bool) -> dict[int, Any]:
         bias = peek32(word(a, routed.USED) + 4 * u) * word(a, routed.BIAS_I) + 128 * i
         into = (word(a, HIDDEN_TILES) if bf16 else word(a, HIDDEN_BF16)) + (block * per * 2 + i) * 2048
         first = word(a, routed.BIAS_GATE) if gated else word(a, routed.BIAS_UP)
+        plain = word(a, routed.BIAS_I) == 0 and word(a, routed.ON_INPUT) == 0
         for r in range(rows):
             weight = word(a, routed.PAIR_WEIGHTS) + 4 * (pair + r) if word(a, routed.ON_INPUT) else word(a, routed.ONE)
             for half in range(0, 128, 64):
                 g, v = gate + 128 * r + half, up + 128 * r + half
-                ffn.scale_add(g, weight, first + bias + half)
-                if gated:
-                    ffn.scale_add(v, weight, word(a, routed.BIAS_UP) + bias + half)
-                ffn.activate(word(a, routed.KIND), int(gated), g, v, word(a, routed.PARAMS))
+                if not plain:
+                    ffn.scale_add(g, weight, first + bias + half)
+                    if gated:
+                        ffn.scale_add(v, weight, word(a, routed.BIAS_UP) + bias + half)
+                apply(g, v, word(a, routed.PARAMS))
             bf16_line(gate + 128 * r, into + 64 * r)
         for r in range(rows, 32):
             zero_line(into + 64 * r)
@@ -240,8 +257,7 @@ def units_of(bf16: bool, gated: bool) -> dict[int, Any]:
                     c = room + SUMS_AT + matrix * blocks * BLOCK_NBYTES
                     product(a, room, w, row, c, ahead, row)
                     if not bf16:
-                        for r in range(32 * blocks):
-                            dequantize(c + 128 * r, word(a, PACKED_SCALES) + 4 * (32 * b + r), room + SCALES_AT)
+                        dequantize_rows(c, 32 * blocks, word(a, PACKED_SCALES) + 128 * b, room + SCALES_AT)
                     turn(room)
                 for m in range(blocks):
                     pair = first_pair(a, u) + 32 * (b + m - block_start(a, u))
@@ -269,10 +285,10 @@ def units_of(bf16: bool, gated: bool) -> dict[int, Any]:
                     ahead = base + 2 * (i + 1) * row if i + 1 < last else 0
                     product(a, room, base + 2 * i * row, row if 32 * i + ROWS < H else 0, c, ahead, row if 32 * (i + 1) + ROWS < H else 0)
                     start = first_pair(a, u) + 32 * (b - block_start(a, u))
-                    for r in range(min(first_pair(a, u + 1) - start, 32 * blocks)):
-                        if not bf16:
-                            dequantize(c + 128 * r, word(a, HIDDEN_SCALES) + 4 * (32 * b + r), room + SCALES_AT)
-                        join_block(a, u, start + r, 32 * i, c + 128 * r, room + VALUES_AT)
+                    rows = min(first_pair(a, u + 1) - start, 32 * blocks)
+                    if not bf16:
+                        dequantize_rows(c, rows, word(a, HIDDEN_SCALES) + 128 * b, room + SCALES_AT)
+                    join_columns(a, u, start, rows, 32 * i, c, room + VALUES_AT)
                     turn(room)
         return 0
 

@@ -27,7 +27,7 @@ def split(ids: Array, experts: int, least: int) -> tuple[Array, Array]:
 class Tiled:
     """`add(x, ids, weights, out)` adds what the experts named by ids give their tokens, by bf16 products or, `fast`, int8 ones."""
 
-    def __init__(self, store: ExpertStore, static: dict[int, int], body: str, amx: bool, fast: bool, team: Team, keep: Any) -> None:
+    def __init__(self, store: ExpertStore, static: dict[int, int], kind: str, body: str, amx: bool, fast: bool, team: Team, keep: Any) -> None:
         self.store, self.team, self.fast = store, team, fast
         H, I = padded(store.hidden, COLS), padded(store.inter, COLS)
         self.bytes_of_x, self.bytes_of_hidden = H * (1 if fast else 2), I * (1 if fast else 2)
@@ -43,7 +43,7 @@ class Tiled:
         w[prefill.BLOCKS_AT_ONCE] = BLOCKS_AT_ONCE
         w[prefill.HIDDEN_CHUNK] = max(1, min(8, padded(store.hidden, 32) // 32 // (4 * team.threads)))
         kernels = gemm.gemm(store.format.name, body, amx, not fast)
-        units = prefill.units_of(not fast, store.gated)
+        units = prefill.units_of(not fast, store.gated, kind)
         units = units | {prefill.MULTIPLY: kernels.multiply, prefill.FILL: kernels.fill, prefill.SCALES: kernels.scales}
         for i, unit in units.items():
             w[i] = address(unit)

@@ -33,7 +33,7 @@ AMX = cpu.isa() == "amx" and tiles.permitted()
 
 
 def tiled(layer, team, fast, amx=AMX):
-    return Tiled(layer.store, layer.static, layer.body, amx, fast, team, layer)
+    return Tiled(layer.store, layer.static, layer.act.kind, layer.body, amx, fast, team, layer)
 
 
 def relative(a, b):
