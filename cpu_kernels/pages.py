@@ -127,18 +127,24 @@ def sweep(body: str) -> Sweep:
     widen, scores, weigh, mix, mix_safe, fold = made.widen, made.scores, made.weigh, made.mix, made.mix_safe, made.fold
 
     @kernel(key=body, inner=True)
+    def rows(source: int, to: int, first: int, end: int, width: int, wide: int, kind: int) -> None:
+        to += 4 * first * wide
+        if width == wide:
+            widen(source, to, (end - first) * width, kind)
+            return
+        item = 4 if kind == F32_KIND else (1 if kind == FP8_KIND else 2)
+        for j in range(end - first):
+            widen(source + j * width * item, to + 4 * j * wide, width, kind)
+
+    @kernel(key=body, inner=True)
     def take(tile: int, page: int, first: int, end: int) -> None:
         """Widens rows first..end of a page's keys and values."""
         kind, size, wk, wv = peek(tile + KIND), peek(tile + PAGE_SIZE), peek(tile + KEY_WIDTH), peek(tile + VALUE_WIDTH)
         item = 4 if kind == F32_KIND else (1 if kind == FP8_KIND else 2)
         at = (page * peek(tile + HEADS) + peek(tile + HEAD)) * size
-        to = peek(tile + KEY_PAGE)
-        for j in range(first, end):
-            widen(peek(tile + KEYS) + (at + j) * wk * item, to + 4 * j * peek(tile + PAD_KEY), wk, kind)
+        rows(peek(tile + KEYS) + (at + first) * wk * item, peek(tile + KEY_PAGE), first, end, wk, peek(tile + PAD_KEY), kind)
         if peek(tile + VALUES) != 0:
-            to = peek(tile + VALUE_PAGE)
-            for j in range(first, end):
-                widen(peek(tile + VALUES) + (at + j) * wv * item, to + 4 * j * peek(tile + PAD_VALUE), wv, kind)
+            rows(peek(tile + VALUES) + (at + first) * wv * item, peek(tile + VALUE_PAGE), first, end, wv, peek(tile + PAD_VALUE), kind)
 
     @kernel(key=body, inner=True)
     def page_of_group(tile: int, group: int, start: int, count: int, scale_at: int) -> None:
