@@ -103,7 +103,7 @@ _silu, _gelu, _tanh, _relu2 = (activations[k, True] for k in KINDS)
 _silu1, _gelu1, _tanh1, _relu21 = (activations[k, False] for k in KINDS)
 
 
-@kernel
+@kernel(inner=True)
 def activate(kind: int, gated: int, gate: int, up: int, p: int) -> None:
     if gated:
         if kind == 0:
@@ -124,7 +124,7 @@ def activate(kind: int, gated: int, gate: int, up: int, p: int) -> None:
         _relu21(gate, up, p)
 
 
-@kernel
+@kernel(inner=True)
 def load32(x: int, bf16: int, at: int, K: int, into: int) -> None:
     """32 float32 at `into` from columns at.. of a row of K columns (bf16 != 0: 16-bit words); zeros beyond its end."""
     if at + 32 <= K:
@@ -152,7 +152,7 @@ def take(format: str, body: str, exact: bool) -> int:
         return address(_take_floats, 4)
     quantize = _emit_quantize(zero_of(f, body), shifted(f, body))
 
-    @kernel(key=(zero_of(f, body), shifted(f, body)))
+    @kernel(key=(zero_of(f, body), shifted(f, body)), inner=True)
     def take_codes(first: int, second: int, block: int, group: int) -> int:
         quantize(first, second, block, group)
         return 0
@@ -160,7 +160,7 @@ def take(format: str, body: str, exact: bool) -> int:
     return address(take_codes, 4)
 
 
-@kernel
+@kernel(inner=True)
 def _take_floats(first: int, second: int, block: int, group: int) -> int:
     _copy16(block + 128 * group, first)
     _copy16(block + 128 * group + 64, second)

@@ -32,7 +32,7 @@ WALKS = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (1, 8))          # (streams, to
 (X, T, K_, N_, OUT, BASE, ROW, TILES, BIAS, ACTS, STEP, SPARE, TAKE, ONE1, ONE2, ONE4, MANY2, MANY4, MANY8) = (8 * i for i in range(1, 20))
 
 
-@kernel
+@kernel(inner=True)
 def take_inputs(a: int, tid: int, threads: int, spare: int) -> None:
     """This thread's share of the activation blocks of x."""
     x, K, tiles, step = peek(a + X), peek(a + K_), peek(a + TILES), peek(a + STEP)
@@ -44,7 +44,7 @@ def take_inputs(a: int, tid: int, threads: int, spare: int) -> None:
             _take(peek(a + TAKE), spare + _VALUES, spare + _VALUES + 64, peek(a + ACTS) + i * step, g)
 
 
-@kernel
+@kernel(inner=True)
 def give(a: int, t: int, block: int, sums: int) -> None:
     """16 sums of row block `block`, with the bias, to token t's row of the output."""
     N, bias = peek(a + N_), peek(a + BIAS)
@@ -59,7 +59,7 @@ def give(a: int, t: int, block: int, sums: int) -> None:
             poke32(out + 4 * i, peek32(sums + 4 * i))
 
 
-@kernel
+@kernel(inner=True)
 def multiply(a: int, first: int, count: int, t: int, tokens: int, after: int, spare: int) -> None:
     """`count` row blocks from `first` on (1, 2 or 4) for one token, or one for 2, 4 or 8 tokens; the last token stands in for those there are not."""
     row, tiles, base = peek(a + ROW), peek(a + TILES), peek(a + BASE)
@@ -79,7 +79,7 @@ def multiply(a: int, first: int, count: int, t: int, tokens: int, after: int, sp
         give(a, t + i if tokens > 1 else t, first + i if count > 1 else first, spare + _SUMS + 64 * i)
 
 
-@kernel
+@kernel(inner=True)
 def task(a: int, number: int, blocks: int, each: int, spare: int) -> None:
     """Row blocks number * each .. of all tokens: the weights of a block stay near while tokens pass."""
     tokens = peek(a + T)
@@ -97,7 +97,7 @@ def task(a: int, number: int, blocks: int, each: int, spare: int) -> None:
             multiply(a, block, 1, t, min(8, tokens - t), min(block + 1, blocks - 1), spare)
 
 
-@kernel
+@kernel(inner=True)
 def job(control: int, tid: int, threads: int, a: int) -> int:
     spare = peek(a + SPARE) + tid * SPARE_NBYTES
     if peek(a + TAKE) != 0:

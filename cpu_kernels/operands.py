@@ -40,7 +40,7 @@ def ready(job: Any, operands: Sequence[int], reals: Sequence[float] = (), keep: 
     return Prepared(address(job), place, (memory, keep))
 
 
-@kernel
+@kernel(inner=True)
 def squares(x: Any, n: int) -> Any:
     """The sum of squares of n float32, in eight running sums."""
     a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
@@ -60,7 +60,7 @@ def squares(x: Any, n: int) -> Any:
     return ((a + b) + (c + d)) + ((e + f) + (g + h))
 
 
-@kernel
+@kernel(inner=True)
 def rms(x: Any, weight: Any, n: int, eps: float, out: Any) -> None:
     factor = np.float32(1.0 / math.sqrt(squares(x, n) / n + eps))
     for i in range(n):

@@ -26,7 +26,7 @@ _walk, _take = lanes.invoke(4), lanes.invoke(4)
 word = lanes.op(2, lambda b, a, i: lanes.load(b, b.add(a, b.shl(i, lanes.const(lanes.I64, 3))), lanes.I64, 0, 8), gives=True)
 
 
-@kernel
+@kernel(inner=True)
 def group(a: int) -> int:
     """Sorts pairs by expert (stable): used[n], starts[n + 1], tokens[p], pair weights[p]; n at word N. 0 or BAD_ID."""
     ids, weights, T, k, E = word(a, IDS), word(a, WEIGHTS), word(a, COUNT), word(a, TOP_K), word(a, EXPERTS)
@@ -62,18 +62,18 @@ def group(a: int) -> int:
     return 0
 
 
-@kernel
+@kernel(inner=True)
 def expert(a: int, u: int) -> int:
     """Address of the record of the u-th used expert."""
     return word(a, BASE) + peek32(word(a, USED) + 4 * u) * word(a, RECORD)
 
 
-@kernel
+@kernel(inner=True)
 def first_pair(a: int, u: int) -> int:
     return peek32(word(a, STARTS) + 4 * u)
 
 
-@kernel
+@kernel(inner=True)
 def pull(a: int, lo: int, hi: int, control: int, tid: int, threads: int) -> int:
     """Waits for the others behind `arrive`; meanwhile fetches rows lo..hi of the used experts' down into L2. 1 go on, -1 aborted."""
     n, row = word(a, USED_COUNT), word(a, INTER) // COLS * word(a, TILE)
@@ -96,7 +96,7 @@ def pull(a: int, lo: int, hi: int, control: int, tid: int, threads: int) -> int:
                     r += 1
 
 
-@kernel
+@kernel(inner=True)
 def aim_gate_up(a: int, u: int, i: int, where: int) -> None:
     """Streams of task (u, i): two row blocks of gate, two of up (ungated: two of up)."""
     row = (word(a, HIDDEN) + COLS - 1) // COLS * word(a, TILE)
@@ -107,7 +107,7 @@ def aim_gate_up(a: int, u: int, i: int, where: int) -> None:
     poke(where + 24, at + word(a, UP_AT) + row)
 
 
-@kernel
+@kernel(inner=True)
 def aim_down(a: int, u: int, n: int, r: int, where: int) -> None:
     """Streams of n experts from the u-th on, row block r of down. Beyond the last expert: the first one's next row block."""
     row = word(a, INTER) // COLS * word(a, TILE)
@@ -120,7 +120,7 @@ def aim_down(a: int, u: int, n: int, r: int, where: int) -> None:
         poke(where + 8 * s, expert(a, min(v, word(a, USED_COUNT) - 1)) + word(a, DOWN_AT) + q * row)
 
 
-@kernel
+@kernel(inner=True)
 def join_row(a: int, e: int, pair: int, r: int, sums: int, spare: int) -> None:
     """Adds 16 columns of one pair's result to its token's row of out."""
     H = word(a, HIDDEN)
@@ -138,7 +138,7 @@ def join_row(a: int, e: int, pair: int, r: int, sums: int, spare: int) -> None:
         poke32(y + 4 * c, peek32(spare + VALUES + 4 * c))
 
 
-@kernel
+@kernel(inner=True)
 def walk(a: int, one: int, m: int, where: int, spare: int, sums: int, tiles: int) -> None:
     """Runs the narrowest walk for m, of those at words one (for 1), one + 1 (2), one + 2 (4), one + 3 (8)."""
     i = 0
@@ -147,13 +147,13 @@ def walk(a: int, one: int, m: int, where: int, spare: int, sums: int, tiles: int
     _walk(word(a, one + i), where, spare + XS, sums, tiles)
 
 
-@kernel
+@kernel(inner=True)
 def width_of(m: int) -> int:
     """Tokens of the walk that takes m."""
     return 1 if m == 1 else 2 if m == 2 else 4 if m <= 4 else 8
 
 
-@kernel
+@kernel(inner=True)
 def take_rows(a: int, tid: int, threads: int, spare: int) -> None:
     """Stage 0: this thread's share of the activation blocks of x."""
     H, x, bf16 = word(a, HIDDEN), word(a, INPUTS), word(a, BF16)
@@ -166,7 +166,7 @@ def take_rows(a: int, tid: int, threads: int, spare: int) -> None:
             _take(word(a, TAKE), spare + VALUES, spare + VALUES + 64, word(a, ACTS) + i * word(a, STEP), g)
 
 
-@kernel
+@kernel(inner=True)
 def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
     """32 rows of gate and up of the u-th used expert, for all its tokens; the streams' addresses are in place."""
     I, step = word(a, INTER), word(a, STEP)
@@ -198,7 +198,7 @@ def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
             _take(word(a, TAKE), sums, sums + 64 * width, word(a, HID) + ((c + t) * (I // COLS) + i // 2) * step, i & 1)
 
 
-@kernel
+@kernel(inner=True)
 def down_apart(a: int, u: int, n: int, r: int, spare: int) -> None:
     """16 columns of n experts of one token each."""
     stride = word(a, INTER) // COLS * word(a, STEP)
@@ -209,7 +209,7 @@ def down_apart(a: int, u: int, n: int, r: int, spare: int) -> None:
         join_row(a, peek32(word(a, USED) + 4 * (u + s)), first_pair(a, u + s), r, spare + SUMS + 64 * s, spare)
 
 
-@kernel
+@kernel(inner=True)
 def down_together(a: int, u: int, r: int, spare: int) -> None:
     """16 columns of one expert for all its tokens."""
     stride = word(a, INTER) // COLS * word(a, STEP)
@@ -223,7 +223,7 @@ def down_together(a: int, u: int, r: int, spare: int) -> None:
             join_row(a, e, c + t, r, spare + SUMS + 64 * t, spare)
 
 
-@kernel
+@kernel(inner=True)
 def down_task(a: int, r: int, spare: int) -> None:
     """16 columns of out, over all experts and tokens."""
     n, H = word(a, USED_COUNT), word(a, HIDDEN)
@@ -251,7 +251,7 @@ def down_task(a: int, r: int, spare: int) -> None:
         u += taken
 
 
-@kernel
+@kernel(inner=True)
 def job(control: int, tid: int, threads: int, a: int) -> int:
     spare = word(a, SPARE) + tid * SPARE_NBYTES
     if tid == 0:

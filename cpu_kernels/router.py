@@ -14,7 +14,7 @@ from .operands import f32, f64, i32
 SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2, "sparsemixer": 3}
 
 
-@kernel
+@kernel(inner=True)
 def best_of(x: Any, n: int) -> int:
     """Where the largest of n is; the first of equals; NaN is never larger."""
     at = 0
@@ -24,7 +24,7 @@ def best_of(x: Any, n: int) -> int:
     return at
 
 
-@kernel
+@kernel(inner=True)
 def choose_groups(pick: Any, experts: int, groups: int, top_groups: int, two: int, sums: Any) -> None:
     """Leaves -inf in every group of `pick` but the `top_groups` best, by the largest or by the sum of the two largest."""
     each = experts // groups
@@ -45,7 +45,7 @@ def choose_groups(pick: Any, experts: int, groups: int, top_groups: int, two: in
                 pick[i] = -np.inf
 
 
-@kernel
+@kernel(inner=True)
 def mix_sparse(logits: Any, left: Any, experts: int, k: int, jitter: float, ids: Any, weights: Any) -> None:
     for i in range(experts):
         left[i] = logits[i]
@@ -59,7 +59,7 @@ def mix_sparse(logits: Any, left: Any, experts: int, k: int, jitter: float, ids:
         left[e] = -np.inf
 
 
-@kernel
+@kernel(inner=True)
 def scored(logits: Any, experts: int, kind: int, score: Any) -> None:
     if kind == 0:
         most, total = logits[best_of(logits, experts)], np.float32(0)
@@ -73,7 +73,7 @@ def scored(logits: Any, experts: int, kind: int, score: Any) -> None:
             score[i] = np.float32(1) / (np.float32(1) + math.exp(-logits[i])) if kind == 1 else logits[i]
 
 
-@kernel
+@kernel(inner=True)
 def route(control: int, tid: int, threads: int, arguments: int) -> int:
     """operands: logits [T, E], T, E, k, score kind, correction [E] or 0, groups, top_groups, group by two, renormalize, ids i32 [T, k],
     weights [T, k], scratch [T, 2 E + groups]; reals: scale, jitter. Equal scores go to the lower id."""

@@ -19,7 +19,7 @@ from .team import Prepared
 ACTS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 
 
-@kernel
+@kernel(inner=True)
 def embed(control: int, tid: int, threads: int, arguments: int) -> int:
     """operands: tokens i64 [T], table f32 or u16 [V, H], is bf16, T, H, out [T, H]; reals: scale."""
     scale = np.float32(carray(f64(peek(arguments)), 1)[0])
@@ -42,7 +42,7 @@ def embed(control: int, tid: int, threads: int, arguments: int) -> int:
     return 0
 
 
-@kernel
+@kernel(inner=True)
 def norm(control: int, tid: int, threads: int, arguments: int) -> int:
     """operands: x [T, H], delta [T, H] or 0, weight [H], bias [H] or 0, T, H, out [T, H]; reals: eps, scale. x += scale * delta; out = norm(x)."""
     reals = carray(f64(peek(arguments)), 2)
@@ -73,7 +73,7 @@ def norm(control: int, tid: int, threads: int, arguments: int) -> int:
     return 0
 
 
-@kernel
+@kernel(inner=True)
 def curve(g: float, kind: int, alpha: float) -> Any:
     """kind(alpha * g) / alpha in float32."""
     x = np.float32(g) * np.float32(alpha)
@@ -88,7 +88,7 @@ def curve(g: float, kind: int, alpha: float) -> Any:
     return y / np.float32(alpha)
 
 
-@kernel
+@kernel(inner=True)
 def gate(control: int, tid: int, threads: int, arguments: int) -> int:
     """operands: gate | up [T, 2 I], T, I, kind, out [T, I]; reals: alpha, limit (0: none), up_shift. Shared out by 64 columns."""
     reals = carray(f64(peek(arguments)), 3)
@@ -107,7 +107,7 @@ def gate(control: int, tid: int, threads: int, arguments: int) -> int:
     return 0
 
 
-@kernel
+@kernel(inner=True)
 def add(control: int, tid: int, threads: int, arguments: int) -> int:
     """x += factor * delta. operands: x [T, H], delta [T, H], gate [T] or 0, T, H; reals: scale. factor: sigmoid(gate), or scale without one."""
     scale = np.float32(carray(f64(peek(arguments)), 1)[0])
@@ -123,7 +123,7 @@ def add(control: int, tid: int, threads: int, arguments: int) -> int:
     return 0
 
 
-@kernel
+@kernel(inner=True)
 def rows(control: int, tid: int, threads: int, arguments: int) -> int:
     """operands: x [T, H], wanted i64 [R], R, H, out [R, H]."""
     R, H = peek(arguments + 24), peek(arguments + 32)
@@ -136,7 +136,7 @@ def rows(control: int, tid: int, threads: int, arguments: int) -> int:
     return 0
 
 
-@kernel
+@kernel(inner=True)
 def series(control: int, tid: int, threads: int, arguments: int) -> int:
     """Runs jobs one after another, a barrier between any two. operands: count, table i64 [count, 2] of (job, its arguments)."""
     count, table = peek(arguments + 8), peek(arguments + 16)
