@@ -38,7 +38,8 @@ def _tiles(x: Array, rows: int, cols: int, fill: int | float = 0) -> Array:
     return full.reshape(-1, ROWS, full.shape[1] // COLS, COLS).transpose(0, 2, 1, 3)
 
 
-def _scale_bits(format: Format, scales: Array) -> Array:
+def scale_bits(format: Format, scales: Array) -> Array:
+    """float scales -> uint16 bits as stored; ValueError when the format's scale type does not hold them exactly."""
     bits = scales.astype(np.float16).view(np.uint16) if format.scale == "f16" else f32_to_bf16(scales)
     back = scale_values(format, bits)
     if not np.array_equal(back, scales.astype(np.float32)):
@@ -68,7 +69,7 @@ def pack(format: Format, values: Array, scales: Array | None = None) -> Array:
     assert scales is not None
     nb, kb = padded(rows, ROWS) // ROWS, padded(cols, COLS) // COLS
     sc = np.zeros((nb * ROWS, 2 * kb), np.uint16)
-    sc[:rows, :scales.shape[1]] = _scale_bits(format, scales)
+    sc[:rows, :scales.shape[1]] = scale_bits(format, scales)
     s = np.ascontiguousarray(sc.reshape(nb, ROWS, kb, 2).transpose(0, 2, 3, 1)).view(np.uint8).reshape(nb, kb, COLS)
     if format.name == "int8_g32":                                     # [k/4][n][k%4] int8
         t = _tiles(values.astype(np.int8), rows, cols).reshape(nb, kb, ROWS, 16, 4).transpose(0, 1, 3, 2, 4)
@@ -113,29 +114,30 @@ def dequantize(format: Format, data: Array, rows: int, cols: int) -> Array:
 
 
 def quantize(format: Format, w: Array) -> tuple[Array, Array | None]:
-    """float32 [rows, cols] -> what `pack` takes. int8: largest magnitude / 127. int4: of the scales from largest magnitude / 8 (either
-    sign) to / 6.2, the one with the least squared error for each row and group of 32."""
+    """float32 [rows, cols] -> what `pack` takes, as the packing kernels choose it. int8: largest magnitude / 127. int4: for each row and
+    32 columns, of eight scales around the one that maps the largest magnitude to −8, the codes with the smallest least-squares error."""
     if format.name == "f32":
         return w.astype(np.float32), None
     if format.name == "bf16":
         return f32_to_bf16(w), None
     rows, cols = w.shape
-    g = np.zeros((rows, padded(cols, GROUP)), np.float32)
-    g[:, :cols] = w
-    g = g.reshape(rows, -1, GROUP)
+    full = np.zeros((rows, padded(cols, GROUP)), np.float32)
+    full[:, :cols] = w
+    g = full.reshape(rows, -1, GROUP)
     top = np.take_along_axis(g, np.abs(g).argmax(-1, keepdims=True), -1)
-    best = np.full((*g.shape[:2], 1), np.inf)
-    codes, scales = np.zeros_like(g), np.zeros((*g.shape[:2], 1), np.float32)
-    for d in [127.0] if format.name == "int8_g32" else [-8.0, 8.0, -7.6, -7.2, 7.2, -6.8, 7.0, 6.6, 6.2]:
-        s = top / np.float32(d) if format.name == "int4_g32" else np.abs(top) / np.float32(d)
-        s = s.astype(np.float16).astype(np.float32) if format.scale == "f16" else bf16_to_f32(f32_to_bf16(s))
-        q = np.rint(g * np.where(s == 0, 0, 1 / np.where(s == 0, 1, s)))
-        q = np.clip(q, -8, 7) if format.name == "int4_g32" else np.clip(q, -127, 127)
-        error = ((q * s - g) ** 2).sum(-1, keepdims=True)
-        better = error < best
-        best, codes, scales = np.where(better, error, best), np.where(better, q, codes), np.where(better, s, scales)
-    shift = ZERO_INT4 if format.name == "int4_g32" else 0
-    return (codes.reshape(rows, -1)[:, :cols] + shift).astype(np.int8 if shift == 0 else np.uint8), scales[..., 0]
+    top = np.where(np.abs(top) > 1e-30, top, 0)
+    if format.name == "int8_g32":
+        scales = bf16_to_f32(f32_to_bf16(np.abs(top) / np.float32(127)))
+        codes = np.clip(np.rint(g / np.where(scales == 0, 1, scales) * (scales != 0)), -127, 127)
+        return codes.astype(np.int8).reshape(rows, -1)[:, :cols], scales[..., 0]
+    best, codes, scales = np.full((*g.shape[:2], 1), -1.0), np.zeros_like(g), np.zeros((*g.shape[:2], 1), np.float32)
+    for c in (-8.0, -9.2, -8.6, -7.4, -6.8, -6.2, 7.4, 6.6):
+        q = np.clip(np.rint(g * (np.float32(c) / np.where(top == 0, np.inf, top))), -8, 7)
+        xq, qq = (g * q).sum(-1, keepdims=True), np.maximum((q * q).sum(-1, keepdims=True), 1)
+        better = xq * xq / qq > best
+        best, codes, scales = np.where(better, xq * xq / qq, best), np.where(better, q, codes), np.where(better, xq / qq, scales)
+    scales = np.clip(scales, -65504, 65504).astype(np.float16).astype(np.float32)
+    return (codes + ZERO_INT4).astype(np.uint8).reshape(rows, -1)[:, :cols], scales[..., 0]
 
 
 def quantize_activations(x: Array) -> tuple[Array, Array]:

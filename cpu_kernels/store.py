@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from . import plain
-from .formats import COLS, GROUP, Format, format_of, padded
+from . import pack, plain
+from .formats import COLS, GROUP, ROWS, Format, format_of, padded
 
 Array = np.ndarray[Any, Any]
 NAMES = ("gate", "up", "down")
@@ -86,10 +86,7 @@ class ExpertStore:
         given = [(n, w) for n, w in zip(NAMES, (gate, up, down), strict=True) if w is not None]
         tags = [checked_float(n, w, self.shape(n), dtype) for n, w in given]
         for (name, w), tag in zip(given, tags, strict=True):
-            f = plain.as_f32(w, tag)
-            if not np.isfinite(f).all():
-                raise ValueError(f"{name}: NaN or infinity in the weights of expert {e}")
-            self._write(e, name, *plain.quantize(self.format, f))
+            self._pack(e, name, w, tag)
 
     def put_exact(self, e: int, name: str, codes: Array, scales: Array | None = None) -> None:
         """Weights that arrive in this format's codes: repacked, never requantized. ValueError when they cannot be kept exactly.
@@ -107,13 +104,21 @@ class ExpertStore:
             raise ValueError(f"scales: {scales.shape}, expected {(shape[0], -(-shape[1] // GROUP))}")
         if self.format.name == "int4_g32" and codes.size and int(codes.max()) > 15:
             raise ValueError("codes: above 15")
-        self._write(e, name, codes, scales)
+        if scales is None:
+            self._pack(e, name, codes, self.format.name)
+            return
+        bits, codes, section = np.ascontiguousarray(plain.scale_bits(self.format, scales)), np.ascontiguousarray(codes), self.section(e, name)
+        spare = aligned(pack.SPARE_NBYTES)
+        pack.repacker(self.format.name)(codes.ctypes.data, bits.ctypes.data, *shape, bits.shape[1], section.ctypes.data,
+                                        section.size // self.format.nbytes(ROWS, shape[1]), spare.ctypes.data)
 
-    def _write(self, e: int, name: str, values: Array, scales: Array | None) -> None:
-        tiles = plain.pack(self.format, values, scales).reshape(-1)
-        section = self.section(e, name)
-        section[:tiles.size] = tiles
-        section[tiles.size:] = 0
+    def _pack(self, e: int, name: str, w: Array, tag: str) -> None:
+        if w.strides[1] != w.itemsize:
+            w = np.ascontiguousarray(w)
+        section, spare = self.section(e, name), aligned(pack.SPARE_NBYTES)
+        blocks = section.size // self.format.nbytes(ROWS, w.shape[1])
+        if pack.packer(self.format.name, tag)(w.ctypes.data, *w.shape, w.strides[0], section.ctypes.data, blocks, spare.ctypes.data):
+            raise ValueError(f"{name}: NaN or infinity in the weights of expert {e}")
 
     def dequantize(self, e: int, name: str) -> Array:
         """float64 [rows, cols] of one matrix: what the kernels multiply by."""

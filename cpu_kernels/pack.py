@@ -1,0 +1,266 @@
+"""Float matrices of any precision into packed tiles, by kernels that need no Python lock: one matrix per call, a few hundred bytes of scratch.
+
+int4: of eight scales around the one that maps the largest magnitude to −8 (or to 7), the codes whose least-squares scale leaves the smallest
+error are kept, with that scale: a sixth less error than rounding to the largest magnitude / 7. int8: largest magnitude / 127.
+Knows the tiles' bytes as `rows/` documents them; no expert, no thread.
+"""
+import functools
+from typing import Any
+
+from . import lanes
+from .formats import COLS, FORMATS, ROWS, Format
+from .jit import kernel
+from .lanes import F32, I8, I16, I32, I64, Builder, Value, const, load, op, splat, store, vec
+
+TAGS = {"f32": 4, "f16": 2, "bf16": 2}               # bytes of one value, by dtype tag
+CANDIDATES = (-8.0, -9.2, -8.6, -7.4, -6.8, -6.2, 7.4, 6.6)        # codes of the largest magnitude, before clipping to −8..7
+TINY = 1e-30
+FINITE_BITS = 0x7F800000
+NOT_FINITE = 1                                       # what a packing kernel returns when it met NaN or infinity
+SPARE_NBYTES = 256 + 64                              # 64 float32 of one row, 64 codes
+
+_R, _W = vec(F32, 8), vec(I32, 8)
+
+
+def _widen(tag: str) -> Any:
+    """16 values -> 16 float32."""
+    def emit(b: Builder, source: Value, into: Value) -> None:
+        if tag == "f32":
+            v = load(b, source, vec(F32, 16), 0, 4)
+        else:
+            v = lanes.bf16_to_f32(b, source, 16) if tag == "bf16" else lanes.half_to_f32(b, source, 16, "generic")
+        if tag == "f16":                             # that conversion takes infinity and NaN for large numbers
+            wide = vec(I32, 16)
+            h = b.and_(b.zext(load(b, source, vec(I16, 16), 0, 2), wide), const(wide, 0x7C00))
+            v = b.select(b.icmp_signed("==", h, const(wide, 0x7C00)), const(vec(F32, 16), float("inf")), v)
+        store(b, v, into, 0, 4)
+    return op(2, emit)
+
+
+def _half_bits(b: Builder, x: Value) -> Value:
+    """float32 -> 16 bits of fp16, to nearest even, magnitudes above 65504 clamped."""
+    bits = b.bitcast(x, I32)
+    sign = b.and_(b.lshr(bits, const(I32, 16)), const(I32, 0x8000))
+    magnitude = lanes.least(b, b.bitcast(b.and_(bits, const(I32, 0x7FFFFFFF)), F32), const(F32, 65504.0))
+    small = b.bitcast(b.fmul(magnitude, const(F32, 2.0 ** -112)), I32)
+    odd = b.and_(b.lshr(small, const(I32, 13)), const(I32, 1))
+    return b.trunc(b.or_(b.lshr(b.add(b.add(small, const(I32, 0xFFF)), odd), const(I32, 13)), sign), I16)
+
+
+def _bf16_bits(b: Builder, bits: Value) -> Value:
+    """int32 (or lanes) of finite float32 -> the same with the upper half rounded to nearest even, lower half undefined."""
+    odd = b.and_(b.lshr(bits, const(bits.type, 16)), const(bits.type, 1))
+    return b.add(b.add(bits, const(bits.type, 0x7FFF)), odd)
+
+
+def _sums8(b: Builder, v: list[Value]) -> Value:
+    """Eight vectors of 8 lanes -> one vector of their sums."""
+    for low, high in (((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1, 4, 5), (2, 3, 6, 7)), ((0, 2, 4, 6), (1, 3, 5, 7))):
+        pairs = []
+        for x, y in zip(v[::2], v[1::2], strict=True):
+            one, two = (b.shuffle_vector(x, y, ir_indices([*half, *(8 + i for i in half)])) for half in (low, high))
+            pairs.append(b.fadd(one, two))
+        v = pairs
+    return v[0]
+
+
+def ir_indices(indices: list[int]) -> Value:
+    return lanes.ir.Constant(vec(I32, len(indices)), indices)
+
+
+def _reduce(b: Builder, name: str, v: Value) -> Value:
+    short = "f32" if v.type.element == F32 else "i32"
+    return b.call(lanes.declare(b, f"llvm.vector.reduce.{name}.v{v.type.count}{short}", v.type.element, v.type), [v])
+
+
+def _largest(b: Builder, x: list[Value]) -> tuple[Value, Value, Value]:
+    """(largest magnitude, its bits, 1 when something is not finite) of 4 × 8 float32."""
+    bits = [b.and_(b.bitcast(v, _W), const(_W, 0x7FFFFFFF)) for v in x]
+    most = bits[0]
+    for v in bits[1:]:
+        most = b.select(b.icmp_unsigned(">", v, most), v, most)
+    top = _reduce(b, "umax", most)
+    return b.bitcast(top, F32), top, b.zext(b.icmp_unsigned(">=", top, const(I32, FINITE_BITS)), I64)
+
+
+def _emit_int4(b: Builder, source: Value, scale_at: Value, codes_at: Value) -> Value:
+    """32 float32 -> fp16 scale, 32 codes 0..15."""
+    x = [load(b, source, _R, 32 * i, 4) for i in range(4)]
+    m, _, bad = _largest(b, x)
+    high = _reduce(b, "fmax", functools.reduce(lambda u, v: lanes.most(b, u, v), x))
+    usable = b.and_(b.fcmp_ordered(">", m, const(F32, TINY)), b.icmp_signed("==", bad, const(I64, 0)))
+    top = b.select(b.fcmp_ordered("==", high, m), m, b.fneg(m))
+    inverse = b.select(usable, b.fdiv(const(F32, 1.0), b.select(usable, top, const(F32, 1.0))), const(F32, 0.0))
+    x = [b.select(splat(b, usable, 8), v, const(_R, 0.0)) for v in x]
+
+    def codes(factor: Value, c: float = -9.0) -> list[Value]:
+        """Rounded by a constant that pushes the fraction out; clipped where a magnitude of |c| can pass the ends."""
+        far = const(_R, 1.5 * 2.0 ** 23)
+        q = [b.fsub(lanes.fma(b, v, factor, far), far) for v in x]
+        if abs(c) >= 7.5:
+            q = [lanes.least(b, v, const(_R, 7.0)) for v in q]
+        return [lanes.most(b, v, const(_R, -8.0)) for v in q] if abs(c) > 8 else q
+    products, squares = [], []
+    for c in CANDIDATES:
+        q = codes(splat(b, b.fmul(inverse, const(F32, c)), 8), c)
+        xq = qq = const(_R, 0.0)
+        for v, w in zip(x, q, strict=True):
+            xq, qq = lanes.fma(b, v, w, xq), lanes.fma(b, w, w, qq)
+        products.append(xq)
+        squares.append(qq)
+    xq, qq = _sums8(b, products), _sums8(b, squares)
+    safe = lanes.most(b, qq, const(_R, 1.0))
+    gain = b.fdiv(b.fmul(xq, xq), safe)
+    best = b.fcmp_ordered(">=", gain, splat(b, _reduce(b, "fmax", gain), 8))
+    lane = _reduce(b, "umin", b.select(best, ir_indices(list(range(8))), const(_W, 7)))
+    table = lanes.ir.Constant(_R, list(CANDIDATES))
+    factor = b.fmul(inverse, b.extract_element(table, lane))
+    scale = b.fdiv(b.extract_element(xq, lane), b.extract_element(safe, lane))
+    store(b, b.select(usable, _half_bits(b, scale), const(I16, 0)), scale_at, 0, 2)
+    for i, q in enumerate(codes(splat(b, factor, 8))):
+        store(b, b.trunc(b.add(b.fptosi(q, _W), const(_W, 8)), vec(I8, 8)), codes_at, 8 * i)
+    return bad
+
+
+def _emit_int8(b: Builder, source: Value, scale_at: Value, codes_at: Value) -> Value:
+    """32 float32 -> bf16 scale, 32 codes −127..127."""
+    x = [load(b, source, _R, 32 * i, 4) for i in range(4)]
+    m, _, bad = _largest(b, x)
+    usable = b.and_(b.fcmp_ordered(">", m, const(F32, TINY)), b.icmp_signed("==", bad, const(I64, 0)))
+    rounded = b.and_(_bf16_bits(b, b.bitcast(b.fdiv(m, const(F32, 127.0)), I32)), const(I32, -0x10000))
+    scale = b.bitcast(rounded, F32)
+    inverse = b.select(usable, b.fdiv(const(F32, 1.0), b.select(usable, scale, const(F32, 1.0))), const(F32, 0.0))
+    store(b, b.select(usable, b.trunc(b.lshr(rounded, const(I32, 16)), I16), const(I16, 0)), scale_at, 0, 2)
+    for i, v in enumerate(x):
+        q = lanes.call(b, "rint", b.fmul(b.select(splat(b, usable, 8), v, const(_R, 0.0)), splat(b, inverse, 8)))
+        q = lanes.most(b, lanes.least(b, q, const(_R, 127.0)), const(_R, -127.0))
+        store(b, b.trunc(b.fptosi(q, _W), vec(I8, 8)), codes_at, 8 * i)
+    return bad
+
+
+def _emit_finite(b: Builder, source: Value) -> Value:
+    """1 when one of 64 float32 is not finite."""
+    return b.or_(*(_largest(b, [load(b, source, _R, 128 * half + 32 * i, 4) for i in range(4)])[2] for half in range(2)))
+
+
+def _emit_spread(format: Format) -> Any:
+    """One row's 64 codes (or float32) into the lines of a tile; `line`: the address of the row's word in the tile's first line."""
+    def emit(b: Builder, codes: Value, line: Value) -> None:
+        if format.name == "int4_g32":
+            low, high = (load(b, codes, vec(I32, 8), 32 * g) for g in range(2))
+            v = b.or_(low, b.shl(high, const(_W, 4)))
+            for j in range(8):
+                store(b, b.extract_element(v, const(I32, j)), line, 64 * j, 4)
+            return
+        for j in range(16 if format.name == "int8_g32" else COLS if format.name == "f32" else 32):
+            if format.name == "bf16":
+                first, second = (_bf16_bits(b, load(b, codes, I32, 8 * j + 4 * i, 4)) for i in range(2))
+                word = b.or_(b.lshr(first, const(I32, 16)), b.and_(second, const(I32, -0x10000)))
+            else:
+                word = load(b, codes, I32, 4 * j, 4)
+            store(b, word, line, 64 * j, 4)
+    return op(2, emit)
+
+
+_zero16 = op(1, lambda b, a: store(b, const(vec(F32, 16), 0.0), a, 0, 4))
+_int4, _int8, _finite = op(3, _emit_int4, gives=True), op(3, _emit_int8, gives=True), op(1, _emit_finite, gives=True)
+
+
+@functools.cache
+def packer(format: str, tag: str) -> Any:
+    """A kernel pack(source, rows, cols, row_nbytes, tiles, blocks, spare) -> 0 or NOT_FINITE: a float matrix of that dtype tag
+    whose rows are row_nbytes apart into `blocks` · 16 rows of tiles, zeros beyond its own. `spare`: SPARE_NBYTES of the caller's."""
+    f = FORMATS[format]
+    widen, widen_one, place = _widen(tag), _widen_first(tag), _emit_spread(f)
+    width, size, scaled, int4 = TAGS[tag], f.tile_nbytes, bool(f.scale), format == "int4_g32"
+
+    @kernel(key=("row", tag))
+    def take_row(source: int, count: int, spare: int) -> None:
+        """64 float32 at spare from `count` values."""
+        if count >= 64:
+            for i in range(4):
+                widen(source + 16 * width * i, spare + 64 * i)
+            return
+        for i in range(4):
+            _zero16(spare + 64 * i)
+        for i in range(count):
+            widen_one(source + width * i, spare + 4 * i)
+
+    @kernel(key=(format, tag))
+    def pack_tiles(source: int, rows: int, cols: int, row_nbytes: int, tiles: int, blocks: int, spare: int) -> int:
+        per = (cols + COLS - 1) // COLS
+        bad = 0
+        for block in range(blocks):
+            for k in range(per):
+                tile = tiles + (block * per + k) * size
+                for n in range(ROWS):
+                    row = block * ROWS + n
+                    take_row(source + row * row_nbytes + k * COLS * width, min(cols - k * COLS, COLS) if row < rows else 0, spare)
+                    if scaled:
+                        for g in range(2):
+                            if int4:
+                                bad |= _int4(spare + 128 * g, tile + 32 * g + 2 * n, spare + 256 + 32 * g)
+                            else:
+                                bad |= _int8(spare + 128 * g, tile + 32 * g + 2 * n, spare + 256 + 32 * g)
+                        place(spare + 256, tile + 64 + 4 * n)
+                    else:
+                        bad |= _finite(spare)
+                        place(spare, tile + 4 * n)
+        return bad
+
+    return pack_tiles
+
+
+def _widen_first(tag: str) -> Any:
+    """One value -> float32."""
+    def emit(b: Builder, source: Value, into: Value) -> None:
+        if tag == "f32":
+            v = load(b, source, F32, 0, 1)
+        elif tag == "bf16":
+            v = b.bitcast(b.shl(b.zext(load(b, source, I16, 0, 1), I32), const(I32, 16)), F32)
+        else:
+            h = b.zext(load(b, source, I16, 0, 1), I32)
+            magnitude = b.fmul(b.bitcast(b.shl(b.and_(h, const(I32, 0x7FFF)), const(I32, 13)), F32), const(F32, 2.0 ** 112))
+            magnitude = b.select(b.icmp_signed("==", b.and_(h, const(I32, 0x7C00)), const(I32, 0x7C00)), const(F32, float("inf")), magnitude)
+            v = b.bitcast(b.or_(b.bitcast(magnitude, I32), b.shl(b.and_(h, const(I32, 0x8000)), const(I32, 16))), F32)
+        store(b, v, into, 0, 4)
+    return op(2, emit)
+
+
+@functools.cache
+def repacker(format: str) -> Any:
+    """A kernel repack(codes, scales, rows, cols, groups, tiles, blocks, spare): codes of one byte [rows, cols] and their scales' bits
+    [rows, groups] into `blocks` · 16 rows of tiles, zeros beyond their own."""
+    f = FORMATS[format]
+    place, size, nothing = _emit_spread(f), f.tile_nbytes, 0x08080808 if format == "int4_g32" else 0
+
+    @kernel(key=format)
+    def repack(codes: int, scales: int, rows: int, cols: int, groups: int, tiles: int, blocks: int, spare: int) -> int:
+        per = (cols + COLS - 1) // COLS
+        for block in range(blocks):
+            for k in range(per):
+                tile = tiles + (block * per + k) * size
+                for n in range(ROWS):
+                    row = block * ROWS + n
+                    here = min(cols - k * COLS, COLS) if row < rows else 0
+                    source = codes + row * cols + k * COLS
+                    for i in range(0, 64, 4):
+                        if i + 4 <= here:
+                            _copy4(spare + i, source + i)
+                        else:
+                            _fill4(spare + i, nothing)
+                    for i in range(here // 4 * 4, here):
+                        _copy1(spare + i, source + i)
+                    for g in range(2):
+                        if row < rows and 2 * k + g < groups:
+                            _copy2(tile + 32 * g + 2 * n, scales + 2 * (row * groups + 2 * k + g))
+                        else:
+                            _fill2(tile + 32 * g + 2 * n, 0)
+                    place(spare, tile + 64 + 4 * n)
+        return 0
+
+    return repack
+
+
+_copy4, _copy2, _copy1 = (op(2, lambda b, a, s, kind=kind: store(b, load(b, s, kind), a)) for kind in (I32, I16, I8))
+_fill4, _fill2 = (op(2, lambda b, a, v, kind=kind: store(b, b.trunc(v, kind), a)) for kind in (I32, I16))
