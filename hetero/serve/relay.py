@@ -130,9 +130,11 @@ class Relay:
             gone = ("failed", "the engine's process ended")
         except TypeError as e:
             gone = ("failed", f"the engine sent something else: {e}")
+        except RuntimeError:                     # the event loop is closed: nobody listens any more
+            return
         try:
             loop.call_soon_threadsafe(self._take, gone)
-        except RuntimeError:                     # the event loop is closed: nobody listens any more
+        except RuntimeError:
             return
 
     def _take(self, message: tuple[Any, ...]) -> None:

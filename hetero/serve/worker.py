@@ -57,6 +57,8 @@ class Info:
 class Engine(Protocol):
     """What the loop needs of `hetero.engine.Engine` (or the scripted one)."""
 
+    failure: EngineFailed | None
+
     @property
     def idle(self) -> bool: ...
     def add(self, request: Request) -> None: ...
@@ -94,6 +96,8 @@ class Worker:
                 self._start_compiled()
                 if not self._host.engine.idle and (outputs := self._host.engine.step()):
                     self._pipe.send(("outputs", outputs))
+                if self._host.engine.failure is not None:
+                    raise self._host.engine.failure
                 if (now := time.monotonic()) - self._beat_s >= BEAT_S:
                     self._beat_s = now
                     self._pipe.send(("stats", asdict(self._host.engine.stats())))

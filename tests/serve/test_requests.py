@@ -1,0 +1,179 @@
+"""What clients do wrong is a 400 that names the field, in each API's shape, and the next request works."""
+import concurrent.futures
+import json
+import socket
+import time
+
+import pytest
+
+from hetero.engine.scheduler import Limits
+from hetero.engine.scripted import Script
+from hetero.errors import EngineFailed
+from hetero.serve.app import Settings
+
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def refused(r, status=400, param=None, words=""):
+    assert r.status_code == status, r.text
+    e = r.json()["error"]
+    assert e.keys() == {"message", "type", "param", "code"} and "Traceback" not in e["message"] and "hetero." not in e["message"]
+    assert (param is None or e["param"] == param) and words in e["message"], e
+    return e
+
+
+@pytest.mark.parametrize("body, param", [
+    ({"logit_bias": {"999999999": -100}}, "logit_bias"), ({"logit_bias": {"-1": 5}}, "logit_bias"), ({"logit_bias": {"abc": 1}}, "logit_bias"), ({"logit_bias": {"5": 1e9}}, "logit_bias"),
+    ({"logit_bias": {"²": 1}}, "logit_bias"), ({"temperature": -1}, "temperature"), ({"temperature": "0.7"}, "temperature"), ({"top_p": 1.1}, "top_p"), ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"), ({"repetition_penalty": 0}, "repetition_penalty"), ({"seed": 2**70}, "seed"), ({"seed": "x"}, "seed"), ({"n": 0}, "n"), ({"n": 100000}, "n"), ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": True}, "max_tokens"), ({"stop": ""}, "stop"), ({"stop": [""]}, "stop"), ({"stop": ["x"] * 17}, "stop"), ({"stop": ["x" * 600]}, "stop"), ({"stop": 3}, "stop"),
+    ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": 3}, "logprobs"), ({"stream_options": {}}, "stream_options"), ({"min_tokens": 10**9}, "min_tokens"),
+    ({"messages": []}, "messages"), ({"messages": None}, "messages"), ({"messages": "hi"}, "messages"), ({"messages": [{"role": "god", "content": "x"}]}, "messages"), ({"messages": [{"content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"), ({"messages": [{"role": "user", "content": 3}]}, "messages"),
+    ({"messages": [*HI, {"role": "system", "content": "x"}]}, "messages"), ({"tools": [{"type": "function"}]}, "tools"), ({"tools": [{"type": "web"}]}, "tools"), ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice"), ({"tool_choice": "perhaps"}, "tool_choice"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"), ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "(("}}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}}, "response_format"), ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "regex", "pattern": "a" * 300_000}}, "response_format"), ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://localhost:1/x"}}}}, "response_format"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs"), ({"priority": 10**6}, "priority"), ({"continue_final_message": True}, "messages")])
+def test_a_wrong_field_is_named(stage, body, param):
+    refused(stage.chat(**body), param=param)
+    assert stage.chat().json()["choices"][0]["message"]["content"] == "Hello there."
+
+
+@pytest.mark.parametrize("body", [
+    {}, {"temperature": None, "top_p": None, "seed": None, "stop": None, "tools": None, "tool_choice": None}, {"temperature": 0}, {"temperature": 1e-8}, {"temperature": 2}, {"top_p": 0}, {"top_k": -1}, {"top_k": 10**6},
+    {"min_p": 1}, {"seed": -1}, {"tools": []}, {"tools": [TOOL]}, {"tools": [{"type": "function", "function": {"name": "f", "strict": None, "description": None, "parameters": None}}]}, {"tool_choice": "none"}, {"max_tokens": 10**9},
+    {"unknown_field": {"x": 1}}, {"messages": [{"role": "user", "content": ""}]}, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, {"user": "me"}, {"response_format": {"type": "text"}},
+    {"messages": [{"role": "developer", "content": "x"}, *HI]}])
+def test_what_may_be_asked_is_answered(stage, body):
+    assert stage.chat(**body).json()["choices"][0]["message"]["content"] == "Hello there."
+
+
+@pytest.mark.parametrize("content, kind", [
+    (b"[]", "application/json"), (b'"x"', "application/json"), (b"null", "application/json"), (b"{", "application/json"), (b"", "application/json"), (b"[" * 500_000, "application/json"),
+    (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', "application/json"), (b'{"messages": [{"role": "user", "content": "hi"}]}', "text/plain"), (b"\xff\xfe", "application/json"),
+    (b'{"messages": ' + b'[{"a":' * 2000 + b"1" + b"}]" * 2000 + b"}", "application/json")])
+def test_a_body_that_is_no_request_is_a_400(stage, content, kind):
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/tokenize"):
+        if path == "/tokenize" and b"NaN" in content:
+            continue                                 # a field that it does not know
+        r = stage.http.post(path, content=content, headers={"content-type": kind})
+        assert r.status_code == 400, (path, r.status_code, r.text[:200])
+        assert r.json()["error"]["message"] and "Traceback" not in r.text
+
+
+@pytest.mark.parametrize("prompt", [[0, 2**40], [-1], [], [[1], []], [1, "a"], None, {"a": 1}, [[]], "", [True]])
+def test_prompts_of_wrong_ids_are_refused(stage, prompt):
+    refused(stage.post("/v1/completions", prompt=prompt), param="prompt")
+
+
+def test_a_prompt_over_the_context_is_refused_with_the_numbers(make_stage):
+    stage = make_stage(context=64)
+    for n in (63, 64, 65, 1000):
+        r = stage.post("/v1/completions", prompt=[5] * n, max_tokens=10**9)
+        if n < 64:
+            assert r.json()["choices"][0]["finish_reason"] in ("length", "stop")
+        else:
+            e = refused(r, param="prompt", words=str(n))
+            assert e["code"] == "context_length_exceeded" and "64" in e["message"]
+    secret = "The word is swordfish. " + "x " * 200
+    assert refused(stage.chat(messages=[{"role": "user", "content": secret}]))["code"] == "context_length_exceeded"
+
+
+def test_large_bodies_and_wrong_keys_are_refused_before_they_are_read(make_stage):
+    stage = make_stage(settings=Settings(keys=("secret", "other"), max_body_bytes=10_000))
+    refused(stage.chat(), 401, words="API key")
+    refused(stage.http.post("/v1/chat/completions", json={}, headers={"Authorization": "Bearer wrong"}), 401)
+    for headers in ({"Authorization": "Bearer secret"}, {"x-api-key": "other"}):
+        assert stage.http.post("/v1/chat/completions", json={"messages": HI}, headers=headers).status_code == 200
+    key = {"Authorization": "Bearer secret"}
+    refused(stage.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x" * 20_000}]}, headers=key), 413)
+    chunks = (b"x" * 1000 for _ in range(100))
+    refused(stage.http.post("/v1/chat/completions", content=chunks, headers=key), 413)
+    assert stage.http.get("/health").status_code == 200 and stage.http.get("/metrics").status_code == 401
+    assert stage.http.post("/v1/messages", json={}).json() == {"type": "error", "error": {"type": "authentication_error", "message": "a valid API key is needed: Authorization: Bearer KEY, or x-api-key"}}
+
+
+def test_a_template_s_refusals_do_not_hurt_others(stage):
+    bad = [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]
+    for _ in range(50):
+        assert "System message must come first." in refused(stage.chat(messages=bad))["message"]
+    assert stage.chat().status_code == 200 and stage.http.get("/v1/models").status_code == 200
+    stage.until_idle()
+
+
+def test_repairs_of_conversations_are_asked_for(make_stage):
+    stage = make_stage(settings=Settings(merge=frozenset({"system", "consecutive"})))
+    r = stage.chat(messages=[{"role": "user", "content": "a"}, {"role": "system", "content": "s"}, {"role": "user", "content": "b"}])
+    assert r.status_code == 200
+    assert stage.tok.decode(stage.asked[-1].prompt, True).startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na\n\nb<|im_end|>")
+
+
+def test_a_full_house_is_a_429_at_once(make_stage):
+    stage = make_stage(limits=Limits(max_batch=1), most=3)
+    stage.says = Script((*stage.tok.encode("a b c d e f"), 2), delay_s=0.1)
+    with concurrent.futures.ThreadPoolExecutor(10) as pool:
+        found = list(pool.map(lambda _: stage.chat(), range(10)))
+    full = [r for r in found if r.status_code == 429]
+    assert len(full) == 7 and all(r.headers["retry-after"] and r.elapsed.total_seconds() < 3 for r in full)
+    assert sum(r.status_code == 200 for r in found) == 3
+    stage.until_idle()
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_frees_its_place(make_stage, streamed):
+    stage = make_stage(limits=Limits(max_batch=1))
+    stage.says = Script((*stage.tok.encode("a b c d e f g h i j k l m n o p q r s t u v w x y z"), 2), delay_s=0.05)
+    body = json.dumps({"messages": HI, "stream": streamed, "ignore_eos": True, "max_tokens": 400}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    clients = [socket.create_connection(("127.0.0.1", stage.port)) for _ in range(3)]        # one decodes, two wait
+    for c in clients:
+        c.sendall(head + body)
+    end = time.monotonic() + 10
+    while stage.relay.active < 3 or not stage.asked:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    time.sleep(0.3)
+    for c in clients:
+        c.close()
+    stage.until_idle(3)
+    assert stage.engine.stats().aborted == 3 and stage.engine.stats().pages_held == 0
+
+
+def test_nan_ends_one_request_and_not_the_others(stage):
+    def says(request):
+        if request.sampling.seed == 666:
+            return Script((5, 6, 7, 2), fault_at=2)
+        return Script((*stage.tok.encode("Hello there."), 2))
+    stage.says = says
+    assert stage.chat(seed=666).status_code == 503
+    events = stage.events(seed=666)
+    assert "error" in events[-2] and events[-1] == "[DONE]"
+    assert stage.chat().json()["choices"][0]["message"]["content"] == "Hello there."
+
+
+def test_a_failed_engine_is_told_by_health(make_stage):
+    stage = make_stage()
+    stage.says = Script((5, 6, 2), fault_at=1, fault=EngineFailed("the team is lost", layer=3))
+    assert stage.chat().status_code == 503
+    end = time.monotonic() + 5
+    while stage.http.get("/health").status_code == 200:
+        assert time.monotonic() < end
+    assert "team is lost" in stage.http.get("/health").json()["error"]
+    refused(stage.chat(), 503)
+
+
+def test_health_answers_while_others_misbehave(stage):
+    """Two megabytes to tokenize, a large enum, many stops, deep nesting: beside them the loop keeps answering."""
+    bodies = [{"messages": [{"role": "user", "content": "word " * 400_000}]}, {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [str(i) for i in range(10_000)]}}}},
+              {"messages": HI, "stop": ["x"] * 10_000}, {"messages": HI, "n": 100_000}, {"messages": HI, "response_format": {"type": "regex", "pattern": "(a*)*b" * 1000}},
+              {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "array", "minItems": 10**6, "items": {"type": "object"}}}}}]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        jobs = [pool.submit(stage.chat, max_tokens=2, **b) for b in bodies]
+        asked = 0
+        while not all(j.done() for j in jobs):
+            assert stage.http.get("/health").status_code == 200
+            asked += 1
+    assert asked > 10 and all(j.result().status_code in (200, 400) for j in jobs), [j.result().text[:200] for j in jobs]
