@@ -16,7 +16,7 @@ from hetero.errors import UnsupportedModel
 
 def qwen2_moe(f: Fields) -> Model:
     f.expect(use_sliding_window=False, expert_interval=1, attention_bias=False)
-    f.skip("layer_types", "sliding_window", "max_window_layers")
+    f.skip("layer_types", "sliding_window")
     moe = MoE(router(f, ("num_experts",), PER_TOKEN, "softmax", f.flag("norm_topk_prob", default=False)), f.count("moe_intermediate_size"),
               shared=f.count("shared_expert_intermediate_size"), shared_gate=True, act=act(f))
     names = HF | glu("shared", LAYER + "mlp.shared_expert") | {"shared_gate": LAYER + "mlp.shared_expert_gate.weight"}
@@ -25,7 +25,7 @@ def qwen2_moe(f: Fields) -> Model:
 
 def qwen3_moe(f: Fields, theta: float = 10000.0) -> Model:
     f.expect(use_sliding_window=False, qkv_bias=False, use_qk_norm=True, shared_expert_intermediate_size=0)
-    f.skip("layer_types", "sliding_window", "max_window_layers")
+    f.skip("layer_types", "sliding_window")
     bias = f.flag("attention_bias", default=False)
     moe = MoE(router(f, ("num_experts", "num_local_experts"), PER_TOKEN, "softmax", f.flag("norm_topk_prob", default=False)),
               f.count("moe_intermediate_size"), act=act(f))
@@ -80,7 +80,6 @@ def deepseek_v2(f: Fields) -> Model:
 
 
 def deepseek_v3(f: Fields) -> Model:
-    f.skip("num_nextn_predict_layers", "num_mtp_layers")
     return model(f, "deepseek_v3", stack(f, mla(f), sigmoid_moe(f), leading_dense(f)), HF)
 
 
@@ -89,7 +88,6 @@ def kimi_k25(f: Fields) -> Model:
 
 
 def glm4_moe(f: Fields) -> Model:
-    f.skip("num_nextn_predict_layers")
     attention = gqa(f, partial=0.5, qk_norm="head" if f.flag("use_qk_norm", default=False) else "none", bias=f.flag("attention_bias", default=False))
     return model(f, "glm4_moe", stack(f, attention, sigmoid_moe(f), leading_dense(f, 1)), HF, eps=1e-5)
 
@@ -100,12 +98,11 @@ def glm4v_moe(f: Fields) -> Model:
 
 
 def glm4_moe_lite(f: Fields) -> Model:
-    f.skip("num_nextn_predict_layers")
     return model(f, "glm4_moe_lite", stack(f, mla(f), sigmoid_moe(f), leading_dense(f, 1)), HF, eps=1e-5)
 
 
 def dots1(f: Fields) -> Model:
-    f.skip("max_window_layers", "sliding_window")
+    f.skip("sliding_window")
     f.expect(layer_types="full_attention", use_sliding_window=False)
     bias = f.flag("attention_bias", default=False)
     return model(f, "dots1", stack(f, gqa(f, qk_norm="head", bias=bias, out_bias=bias), sigmoid_moe(f), leading_dense(f)), HF)
@@ -131,7 +128,6 @@ def gpt_oss(f: Fields) -> Model:
 def minimax_m2(f: Fields) -> Model:
     f.expect(scoring_func="sigmoid", use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True, attn_type_list=1, shared_intermediate_size=0,
              sliding_window=())
-    f.skip("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
     moe = MoE(router(f, ("num_local_experts",), PER_TOKEN, "sigmoid", True, correction=True), f.count("intermediate_size"), act=act(f))
     return model(f, "minimax_m2", stack(f, gqa(f, theta=5e6, qk_norm="full"), moe), MIXTRAL)
 
@@ -156,8 +152,8 @@ def hunyuan_v1_moe(f: Fields) -> Model:
 
 
 def ernie4_5_moe(f: Fields) -> Model:
-    f.expect(use_bias=False, moe_norm_min=1e-12, moe_gate="topk", moe_use_aux_free=True, moe_use_hard_gate=(True, False))
-    f.skip("moe_capacity", "moe_aux_loss_lambda", "num_nextn_predict_layers")
+    f.expect(use_bias=False, moe_norm_min=1e-12, moe_gate="topk", moe_use_aux_free=True, use_rmsnorm=True, compression_ratio=1.0)
+    f.skip("moe_capacity", "moe_aux_loss_lambda", "moe_dropout_prob", "moe_orthogonal_loss_lambda", "moe_z_loss_lambda", "ignored_index")
     n = f.count("num_hidden_layers")
     first, step = f.count("moe_layer_start_index", default=1, least=0), f.count("moe_layer_interval", default=1)
     last = f.count("moe_layer_end_index", default=-1, least=-1)
@@ -198,7 +194,7 @@ def phimoe(f: Fields) -> Model:
 def qwen3_next(f: Fields, grouped: bool = True) -> Model:
     """Three layers of gated delta net to one of gated attention, both over Qwen2-MoE's layer; norms are stored less one."""
     f.expect(attention_bias=False, use_sliding_window=False, attn_output_gate=True)
-    f.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "intermediate_size")
+    f.skip("intermediate_size")
     attention, linear = gqa(f, partial=0.25, qk_norm="head", gate=True), delta_net(f, grouped)
     moe = MoE(router(f, ("num_experts",), PER_TOKEN, "softmax", f.flag("norm_topk_prob", default=True)), f.count("moe_intermediate_size"),
               shared=f.count("shared_expert_intermediate_size"), shared_gate=True, act=act(f))
@@ -216,7 +212,7 @@ def qwen3_5_moe(f: Fields) -> Model:
 
 def bailing_moe(f: Fields) -> Model:
     """Ling: DeepSeek-MoE's layer with renormalized weights, q, k and v in one matrix, and a head of unit columns."""
-    f.expect(norm_softmax=False, use_qk_norm=False, num_nextn_predict_layers=0, score_function="softmax", moe_router_enable_expert_bias=False,
+    f.expect(norm_softmax=False, use_qk_norm=False, score_function="softmax", moe_router_enable_expert_bias=False,
              n_group=1, topk_group=1, routed_scaling_factor=1.0, use_rmsnorm=True, rotary_type="rope-1d", use_rotary_pos_emb=True)
     f.skip("num_kv_heads_per_layer", "moe_router_topk_scaling_factor")
     bias, qkv = f.flag("use_bias", default=False), f.flag("use_qkv_bias", default=False)

@@ -11,8 +11,10 @@ _attn_implementation _attn_implementation_autoset _attn_implementation_internal 
 attn_dropout auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout compression_config
 cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop embedding_dropout
 encoder_no_repeat_ngram_size eod_token_id eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-hidden_dropout id2label initializer_range input_jitter_noise is_decoder label2id length_penalty max_length max_new_tokens max_position_embeddings
-min_length model_max_length model_type name_or_path no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+hidden_dropout id2label initializer_range input_jitter_noise is_decoder keys_to_ignore_at_inference label2id length_penalty max_length
+max_new_tokens max_position_embeddings max_window_layers min_length model_max_length model_type mtp_num_hidden_layers mtp_transformer_layers
+mtp_use_dedicated_embeddings name_or_path no_repeat_ngram_size num_beam_groups num_beams num_mtp_layers num_mtp_modules
+num_nextn_predict_layers num_return_sequences output_attentions use_mtp
 output_dropout output_hidden_states output_router_logits output_scores pad_id pad_token_id prefix pretraining_tp problem_type quantization_config
 remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise
 router_z_loss_coef sep_token_id seq_aux suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k
@@ -20,7 +22,8 @@ top_p torch_dtype torchscript transformers_version typical_p unsloth_fixed unslo
 """.split())  # noqa: SIM905
 # Harmless at these values only; at any other the model is another one.
 EXPECTED: dict[str, tuple[Any, ...]] = {"add_cross_attention": (False,), "is_encoder_decoder": (False,), "pruned_heads": ({}, []), "ep_size": (1,),
-                                        "adapters": ()}
+                                        "adapters": (), "attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,),
+                                        "layer_types": ("full_attention",)}
 MISSING: Any = object()
 
 
@@ -107,7 +110,7 @@ class Fields:
     def done(self) -> None:
         """Raises UnsupportedModel for keys nobody read."""
         self.expect(**{name: values for name, values in EXPECTED.items() if name not in self.seen})
-        if left := sorted(key for key in set(self.config) - self.seen if not key.startswith("//")):
+        if left := sorted(key for key in set(self.config) - self.seen if self.config[key] is not None and not key.startswith("//")):
             near = [m for key in left[:3] for m in get_close_matches(key, self.seen - HARMLESS, 1, 0.85)]
             shown = ", ".join(f"{self.where}{key} = {repr(self.config[key])[:40]}" for key in left[:6])
             raise UnsupportedModel(f"config keys with no known meaning: {shown}" + (f" and {len(left) - 6} more" if len(left) > 6 else ""),

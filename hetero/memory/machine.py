@@ -75,14 +75,13 @@ def this_machine(cache_dir: Path | None = None, device: str = "auto", measure: b
                         assumed=("dram_bytes_s", "cpu_flops", "vram_bytes_s", "gpu_flops", "pcie_bytes_s"))
     key = hashlib.sha256(repr((found.name, found.gpu, here.threads, np.__version__, torch.__version__, cpu.isa(), 2)).encode()).hexdigest()[:16]
     file = cache_dir / f"machine-{key}.json" if cache_dir else None
-    rates: dict[str, Any] = _remembered(file)
-    busy = os.getloadavg()[0] > 0.75 * here.threads          # then the figures are this moment's, not the machine's
-    if not rates and measure:
-        rates = _measure(here.threads, index if on_gpu else None)
-        if busy:
-            found = replace(found, name=f"{found.name} (measured while busy with other work)")
-        else:
-            _remember(file, rates)
+    rates, busy = _remembered(file)
+    busy_now = os.getloadavg()[0] > 0.75 * here.threads      # then figures are this moment's, and measured again when there is quiet
+    if measure and (not rates or (busy and not busy_now)):
+        rates, busy = _measure(here.threads, index if on_gpu else None), busy_now
+        _remember(file, rates, busy)
+    if busy:
+        found = replace(found, name=f"{found.name} (measured while busy with other work)")
     return replace(found, **rates, assumed=tuple(n for n in found.assumed if n not in rates))
 
 
@@ -148,23 +147,24 @@ def _best(work: Any, tries: int) -> float:
     return min(times[1:])
 
 
-def _remembered(file: Path | None) -> dict[str, Any]:
+def _remembered(file: Path | None) -> tuple[dict[str, Any], bool]:
+    """Rates as they were kept, and whether the machine was busy then; none when the file is missing or strange."""
     try:
         kept = json.loads(file.read_text()) if file else {}
     except (OSError, ValueError):
-        return {}
+        return {}, False
     rates = kept.get("rates", {}) if isinstance(kept, dict) else {}
     good = isinstance(rates, dict) and all(n in RATES and isinstance(v, float) and v > 0 for n, v in rates.items())
-    return rates if good else {}
+    return (rates, bool(kept.get("busy"))) if good else ({}, False)
 
 
-def _remember(file: Path | None, rates: dict[str, float]) -> None:
+def _remember(file: Path | None, rates: dict[str, float], busy: bool) -> None:
     if file is None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         fresh = file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps({"rates": rates, "measured": time.strftime("%Y-%m-%d %H:%M:%S")}))
+        fresh.write_text(json.dumps({"rates": rates, "busy": busy, "measured": time.strftime("%Y-%m-%d %H:%M:%S")}))
         fresh.replace(file)
     except OSError:                                      # a read-only cache folder only costs measuring again
         return

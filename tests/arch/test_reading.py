@@ -30,6 +30,7 @@ OSS = {"architectures": ["GptOssForCausalLM"], "hidden_size": 64, "intermediate_
     (QWEN3, {"hidden_size": 1 << 40}, ["hidden_size"]),
     (QWEN3, {"rms_norm_eps": float("inf")}, ["rms_norm_eps = inf", "finite"]),
     (QWEN3, {"tie_word_embeddings": "yes"}, ["tie_word_embeddings = 'yes'", "true or false"]),
+    (V3, {"layer_types": ["sliding_attention"] * 4}, ["layer_types"]),
     (QWEN3, {"is_encoder_decoder": True}, ["is_encoder_decoder = True"]),
     (QWEN3, {"mlp_only_layers": "none"}, ["mlp_only_layers"]),
     (QWEN3, {"nrom_topk_prob": True}, ["nrom_topk_prob", "misspelt norm_topk_prob?"]),
@@ -73,7 +74,8 @@ def test_old_and_new_spellings_mean_the_same():
 
 def test_training_and_generation_leftovers_change_nothing():
     left = {"_name_or_path": "x", "auto_map": {}, "temperature": 0.6, "top_k": 50, "pruned_heads": {}, "id2label": {"0": "a"}, "ep_size": 1, "pretraining_tp": 1,
-            "aux_loss_alpha": 0.1, "seq_aux": True, "add_cross_attention": False, "quantization_config": {"quant_method": "fp8"}, "bos_token_id": None}
+            "aux_loss_alpha": 0.1, "seq_aux": True, "add_cross_attention": False, "quantization_config": {"quant_method": "fp8"}, "bos_token_id": None,
+            "num_nextn_predict_layers": 1, "sliding_window": None, "what_is_null_is_absent": None, "layer_types": ["full_attention"] * 4}
     assert families.read(V3 | left) == families.read(V3)
 
 

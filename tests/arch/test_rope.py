@@ -142,5 +142,5 @@ def test_every_checkpoint_written_from_facts_has_finite_frequencies():
     facts = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(facts)
     for name, (config, *_) in facts.CHECKPOINTS.items():
-        freq, size = rope.frequencies(families.read(config).layers[0].attention.rope, 8192)
+        freq, size = rope.frequencies(families.read(config).layers[-1].attention.rope, 8192)
         assert np.isfinite(freq).all() and (freq > 0).all() and (np.diff(freq) < 0).all() and 0.5 < size < 2, name

@@ -78,8 +78,12 @@ def test_a_measured_machine_is_json():
     assert json.loads(json.dumps(machine.record(found)))["cores"] == found.cores
 
 
-def test_rates_measured_beside_other_work_are_used_and_not_remembered(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine.os, "getloadavg", lambda: (1e6, 0.0, 0.0))
-    monkeypatch.setattr(machine, "_measure", lambda threads, gpu: {"dram_bytes_s": 1e9, "cpu_flops": 1e11, "expert_bytes_s": 8e8})
-    found = machine.this_machine(tmp_path, "cpu")
-    assert found.expert_bytes_s == 8e8 and "busy" in found.name and not list(tmp_path.glob("machine-*.json"))
+def test_rates_measured_beside_other_work_are_measured_again_when_there_is_quiet(tmp_path, monkeypatch):
+    load, calls = [1e6], []
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (load[0], 0.0, 0.0))
+    monkeypatch.setattr(machine, "_measure", lambda threads, gpu: calls.append(1) or {"dram_bytes_s": 1e9 * len(calls), "cpu_flops": 1e11})
+    busy = [machine.this_machine(tmp_path, "cpu") for _ in range(2)]
+    assert len(calls) == 1 and all("busy" in m.name and m.dram_bytes_s == 1e9 for m in busy)
+    load[0] = 0.0
+    quiet = [machine.this_machine(tmp_path, "cpu") for _ in range(2)]
+    assert len(calls) == 2 and all("busy" not in m.name and m.dram_bytes_s == 2e9 for m in quiet)
