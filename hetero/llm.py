@@ -8,11 +8,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from cpu_kernels import ExpertLayer, ExpertStore, cpu
-from cpu_kernels import plain as twins
+from cpu_kernels import cpu
 from cpu_kernels.team import Team
 from hetero import options as settings
 from hetero.arch import tensors
@@ -30,7 +28,7 @@ from hetero.model.experts import expert_layer
 from hetero.model.step import single
 from hetero.model.weights import Weights
 from hetero.options import Options
-from hetero.report import Check, Report
+from hetero.report import Report
 from hetero.request import Output, Request, Sampling
 from hetero.text import template, tokenizer
 from hetero.text.reply import Answer, Chunk, Reply, collect, sampling_defaults, watcher
@@ -163,10 +161,6 @@ class LLM:
 
     # -- what really runs -------------------------------------------------------------------------------------------------------------------
 
-    def check(self) -> tuple[Check, ...]:
-        """Every kernel and format that serves, against its plain twin on random data."""
-        return tuple(check_experts(self.layers, self.team))
-
     def report(self) -> Report:
         filled, machine = self.bank.filled, self.machine
         assert filled is not None
@@ -181,7 +175,7 @@ class LLM:
         stats = self.engine.stats()
         speeds = {"decode tok/s": stats.decode_tokens / stats.decode_s if stats.decode_s else 0.0}
         rows = tuple(self.placed.decoder.report())
-        return Report(self.name, facts, rows, tuple(self.options.rows()), self.check(), speeds if stats.decode_s else {})
+        return Report(self.name, facts, rows, tuple(self.options.rows()), self.placed.checks, speeds if stats.decode_s else {})
 
     def close(self) -> None:
         """Ends the threads; the model cannot be used any more."""
@@ -221,26 +215,3 @@ def read_text(source: Source) -> tuple[tokenizer.Tokenizer, template.Template | 
     found = tokenizer.from_json(source.text("tokenizer.json") or "", config, source.config, source.json("generation_config.json") or {}, source.name)
     text = config.get("chat_template")
     return found, template.try_out({"default": text}, source.name, found) if text else None
-
-
-def matrices(store: ExpertStore, e: int) -> tuple[Any, Any, Any]:
-    """gate (None when there is none), up and down of one expert as the kernels multiply them, float64."""
-    return store.dequantize(e, "gate") if store.gated else None, store.dequantize(e, "up"), store.dequantize(e, "down")
-
-
-def check_experts(layers: dict[int, ExpertLayer], team: Team) -> Iterator[Check]:
-    """The first layer of each shape and format on four random tokens, against the float64 twin over the same packed bytes."""
-    seen = set()
-    for layer in layers.values():
-        store = layer.store
-        if (key := (store.format.name, store.hidden, store.inter, layer.act)) in seen:
-            continue
-        seen.add(key)
-        rng = np.random.default_rng(0)
-        x = rng.standard_normal((4, store.hidden)).astype(np.float32)
-        ids = rng.integers(0, store.experts, (4, 2)).astype(np.int32)
-        weights, out = np.full((4, 2), 0.5, np.float32), np.empty_like(x)
-        layer.run(x, ids, weights, out, team)
-        act = (layer.act.kind, layer.act.alpha, layer.act.limit, layer.act.up_shift)
-        twin = twins.moe(store.format, x, ids, weights, partial(matrices, store), act, layer.biases, layer.weight_on, rounded=True)
-        yield Check("experts", f"rows.{store.format.name}", store.format.name, float(np.abs(out - twin).max() / np.abs(twin).max()), 2e-3)

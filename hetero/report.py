@@ -4,24 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hetero.gpu.ops import Row
+from hetero.gpu.ops import Check, Row
 
 MiB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Check:
-    """One kernel and format that serves, against its plain twin on random data. `error`: largest difference relative to the twin's size."""
-
-    part: str
-    kernel: str
-    format: str
-    error: float
-    bound: float
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.bound
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A plan made real on its device: arithmetic, executors, decoder, cache, and what replays decode steps; knows no file and no request."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,10 +9,13 @@ from torch import Tensor
 from cpu_kernels import ExpertLayer, cpu
 from cpu_kernels.team import Team
 from hetero.arch.spec import Model, MoE
+from hetero.errors import UnusableHardware
 from hetero.gpu.host import Host
-from hetero.gpu.ops import Step
+from hetero.gpu.ops import Check, Step
+from hetero.gpu.plain import Plain
 from hetero.memory.cache import Cache, page_nbytes
 from hetero.memory.plan import Plan
+from hetero.model.check import check_experts, check_parts
 from hetero.model.decoder import Decoder
 from hetero.model.experts import OnCpu
 from hetero.model.load import load_decoder
@@ -40,6 +43,7 @@ class Placed:
     run: Run
     cache: Cache
     facts: Mapping[str, str]
+    checks: tuple[Check, ...]
 
 
 def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: Mapping[int, ExpertLayer], team: Team) -> Placed:
@@ -57,12 +61,28 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
 
 def place_on_cpu(plan: Plan, model: Model, options: Options, weights: Weights, layers: Mapping[int, ExpertLayer], team: Team, cache: Cache) -> Placed:
     ops = Host(plan.ctx, team, cpu.isa())
+    checks = (*check_experts(layers, team), *check_parts(ops, model, cache.kv_dtype, plan.dense_format))
+    if wrong := failed(checks, options.allow_fallback):
+        plain = Plain(plan.ctx)
+        ops.recordable = False
 
     def experts(l: int, part: MoE) -> OnCpu:
         return OnCpu(layers[l], ops, options.precision, options.deterministic)
-    decoder = load_decoder(ops, model, weights, experts, plan.dense_format, plan.dense_format)
+    format = "" if wrong else plan.dense_format
+    decoder = load_decoder(plain if wrong else ops, model, weights, experts, format, format)
     run = Replay(decoder, ops, plan.max_batch, pages_of(plan))
-    return Placed(decoder, run, cache, {"decode": "each step one job of the team" if ops.recordable else "layer by layer: a part has no job"})
+    how = "each step one job of the team" if ops.recordable else "layer by layer: a part has no job"
+    return Placed(decoder, run, cache, {"decode": how} | ({"FALLBACK": wrong} if wrong else {}), checks)
+
+
+def failed(checks: Sequence[Check], allowed: bool) -> str:
+    """What failed, in one line, when that is allowed and plain arithmetic can stand in; UnusableHardware otherwise."""
+    wrong = [c for c in checks if not c.passed]
+    said = "; ".join(f"{c.part} by {c.kernel} ({c.format}) is off by {c.error:.1e}, at most {c.bound:.0e} is right" for c in wrong)
+    if wrong and (not allowed or any(c.part == "experts" for c in wrong)):
+        raise UnusableHardware(f"the self-test failed: {said}", "HETERO_ISA=generic uses simpler kernels; --allow-fallback lets plain arithmetic "
+                               "stand in for what is not an expert; please report this with the output of hetero doctor")
+    return f"plain arithmetic stands in, for {said}" if wrong else ""
 
 
 def pages_of(plan: Plan) -> int:

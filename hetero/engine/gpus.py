@@ -7,12 +7,14 @@ import torch
 from cpu_kernels import ExpertLayer, cpu
 from cpu_kernels.team import Team
 from hetero.arch.spec import Model, MoE
-from hetero.engine.devices import Placed, pages_of
+from hetero.engine.devices import Placed, failed, pages_of
 from hetero.engine.graphs import Graphs
 from hetero.errors import BadOption
 from hetero.gpu.cuda import Cuda
+from hetero.gpu.plain import Plain
 from hetero.memory.cache import Cache
 from hetero.memory.plan import Plan
+from hetero.model.check import check_experts, check_parts
 from hetero.model.handoff import HandedOver, Handoff, jobs_of
 from hetero.model.load import load_decoder
 from hetero.model.probe import prove
@@ -26,7 +28,9 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
         raise BadOption("deterministic is a promise of the CPU, and device is " + plan.device, "--device cpu, or leave --deterministic out")
     device, dtype = torch.device(plan.device), activations(options)
     ops, order = Cuda(plan.ctx, plan.device, dtype), {l: i for i, l in enumerate(sorted(layers))}
-    handoff, facts = None, {}
+    checks = (*check_experts(layers, team), *check_parts(ops, model, cache.kv_dtype, plan.dense_format))
+    facts = {"FALLBACK": wrong} if (wrong := failed(checks, options.allow_fallback)) else {}
+    handoff = None
     if layers:
         top_k = max(f.router.top_k for l in layers if isinstance(f := model.layers[l].ffn, MoE))
         proven = prove(team, device, dtype, model.hidden, top_k)
@@ -38,10 +42,13 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
     def experts(l: int, part: MoE) -> HandedOver:
         assert handoff is not None
         return HandedOver(handoff, order[l], layers[l], cpu.isa())
+    if wrong:
+        decoder = load_decoder(Plain(plan.ctx, plan.device, dtype), model, weights, experts)
+        return Placed(decoder, decoder, cache, facts, checks)
     decoder = load_decoder(ops, model, weights, experts, plan.dense_format, plan.dense_format)
     graphs = Graphs(decoder, cache, handoff, plan.max_batch, pages_of(plan))
     facts["decode"] = f"{len(graphs.graphs)} graphs captured in {graphs.capture_s:.1f} s"
-    return Placed(decoder, graphs, cache, facts)
+    return Placed(decoder, graphs, cache, facts, checks)
 
 
 def activations(options: Options) -> torch.dtype:

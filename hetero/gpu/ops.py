@@ -70,6 +70,21 @@ class Row:
     note: str = ""                      # a fallback in force, or why a faster kernel is not used
 
 
+@dataclass(frozen=True)
+class Check:
+    """One kernel and format that serves, against its plain twin on random data. `error`: largest difference relative to the twin's size."""
+
+    part: str
+    kernel: str
+    format: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound
+
+
 class Reports(Protocol):
     def row(self) -> Row: ...
 

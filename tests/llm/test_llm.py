@@ -70,6 +70,17 @@ def test_the_report_names_every_layer_and_each_self_test_passes(llm: LLM) -> Non
     assert "self-test" in report.text() and report.record()["layers"]
 
 
+def test_not_a_number_ends_one_request_with_an_error_that_names_the_layer(llm: LLM) -> None:
+    data = llm.placed.decoder.blocks[3].attention.out.linear.data
+    kept = data.copy()
+    data.view("uint16")[:] = 0x7FC0                      # bf16 NaN
+    answer = llm.chat(HELLO, GREEDY)
+    data[:] = kept
+    assert answer.finish_reason == "error" and answer.text == ""
+    assert answer.error is not None and "layer 3" in answer.error
+    assert llm.chat(HELLO, GREEDY).error is None
+
+
 def test_an_unknown_option_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="thread"):
         LLM(cache_dir=str(tmp_path), thread=2)
