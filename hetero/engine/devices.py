@@ -50,7 +50,7 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
     """Raises BadOption and UnusableHardware for what cannot be meant on this device."""
     kv = KV_NAMES[plan.kv_dtype]
     host_pages = (options.kv_ram or 0) // page_nbytes(model, PAGE, kv)
-    cache = Cache(model, -(-plan.kv_tokens // PAGE), PAGE, kv, plan.device, host_pages, plan.max_batch)
+    cache = Cache(model, -(-plan.kv_tokens // PAGE), PAGE, kv, plan.device, host_pages, plan.max_batch, plan.max_batch)
     if plan.device == "cpu":
         return place_on_cpu(plan, model, options, weights, layers, team, cache)
     # Triton comes only with a torch that has CUDA

@@ -78,12 +78,11 @@ class Engine:
     def __init__(self, decoder: Decoder, cache: Cache, vocab: int, context: int, eos: Iterable[int], limits: Limits = Limits(),  # noqa: B008
                  estimate: Callable[[int, int], float] = guess, seed: int | None = None) -> None:
         self.cache, self.vocab, self.eos, self.limits = cache, vocab, frozenset(eos), limits
-        self.pages = Pages(cache.pages, cache.page_size, cache.host_pages, cache.window)
+        self.pages = Pages(cache.pages, cache.page_size, cache.host_pages, cache.window, cache.marks if cache.states else None)
         self.context = context
         if self.pages.need(context, limits.chunk_tokens) > cache.pages:
             self.context = cache.pages * cache.page_size
         self.scheduler = Scheduler(self.pages, limits, Pace(estimate, cache.page_size))
-        self.scheduler.reuse = not cache.states
         assert not cache.states or cache.rows >= limits.max_batch
         self.runner = Runner(decoder, cache, vocab, limits.max_batch, limits.chunk_tokens, self.context)
         self.live: dict[str, Live] = {}
@@ -188,8 +187,7 @@ class Engine:
         outputs = self._break(broken, step) if broken else []
         for w in work:
             if w.sequence.row >= 0:
-                w.sequence.computed += w.count
-                self.pages.commit(w.sequence.table, w.sequence.tokens, w.sequence.computed)
+                self.scheduler.advance(w)
         for (w, _), choice in zip(picked, choices, strict=True):
             if choice.fault == "mask":
                 outputs.append(self._end(w.sequence, (), "error", error="the constraint allows no token here"))
@@ -253,7 +251,7 @@ class Engine:
 
     def _break(self, broken: list[Sequence], step: Step) -> list[Output]:
         """Ends sequences whose logits are not finite: their pages are zeroed, never indexed, and the layer is named where it is known."""
-        layer = self.runner.decoder.diagnose(step, self.cache)
+        layer = self.runner.decoder.diagnose(step, self.cache) if not self.cache.states else None      # running again would move the states
         where = f"after layer {layer}" if layer is not None else "in the logits"
         outputs = []
         for sequence in broken:

@@ -128,7 +128,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []                  # in order of `key`
         self.running: list[Sequence] = []
         self.rows = list(range(limits.max_batch - 1, -1, -1))
-        self.preempted, self.reuse = 0, True               # reuse: whether cached pages say all that a sequence needs to go on
+        self.preempted = 0
 
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=lambda s: s.key)
@@ -195,11 +195,30 @@ class Scheduler:
             if decodes:
                 left = self.pace.chunk(sequence.computed, self.limits.max_stall_s, left)
         most = min(left, self.limits.prompt_logprobs_chunk) if sequence.scoring else left
-        count = min(most, sequence.length - sequence.computed)
+        count = self._whole(sequence, min(most, sequence.length - sequence.computed))
         if count > 0 and self._room(sequence, sequence.computed + count, now):
             work.append(Work(sequence, count))
             return left - count
         return left
+
+    def _whole(self, sequence: Sequence, count: int) -> int:
+        """For a model with states: `count`, cut so that the chunk ends where its state is worth keeping, the last of the prompt's full pages."""
+        if self.pages.marks is None:
+            return count
+        size, start, end = self.pages.page_size, sequence.computed, sequence.computed + count
+        last = (sequence.length - 1) // size * size
+        if start < last < end:
+            return last - start
+        return end // size * size - start if start < end // size * size and end < last else count
+
+    def advance(self, work: Work) -> None:
+        """The work is done and its values are good: its full pages may be shared, and its state kept."""
+        sequence, size = work.sequence, self.pages.page_size
+        sequence.computed += work.count
+        self.pages.commit(sequence.table, sequence.tokens, sequence.computed)
+        if self.pages.marks is not None:
+            prompt = sequence.computed == (sequence.prompt_length - 1) // size * size
+            self.pages.keep(sequence.table, sequence.tokens, sequence.computed, sequence.row, moving=not prompt)
 
     def _admit(self) -> Sequence | None:
         """The first waiting sequence whose pages are there, in order; none may pass a sequence that has waited beyond patience."""
@@ -207,7 +226,7 @@ class Scheduler:
         coming = {d for s in self.running if s.computed < s.length - 1 for d in s.table.digests[s.table.committed:]}
         for sequence in self.waiting:
             table = sequence.table
-            limit = 0 if sequence.scoring or not self.reuse else sequence.length - 1       # the last token is always evaluated
+            limit = 0 if sequence.scoring else sequence.length - 1       # the last token is always evaluated
             match = self.pages.match(table, sequence.tokens[:sequence.length], limit)
             next_page = match.tokens // self.pages.page_size
             if not sequence.urgent and next_page < len(table.digests) and table.digests[next_page] in coming:
@@ -215,13 +234,13 @@ class Scheduler:
             need = self.pages.need(sequence.length + 1, self.limits.chunk_tokens) - self.pages.shared(match)
             if need + promised + len(self.running) <= self.pages.available or not self.running:
                 self.waiting.remove(sequence)
-                sequence.computed = self.pages.take(table, match)
+                sequence.row = self.rows.pop()
+                sequence.computed = self.pages.take(table, match, sequence.row)
                 if not sequence.admitted:
                     sequence.admitted, sequence.cached_tokens = True, sequence.computed
                     sequence.cache_miss = match.miss if sequence.computed == match.tokens else f"evicted@tok {sequence.computed}"
-                    if sequence.scoring or not self.reuse:
-                        sequence.cache_miss = "prompt_logprobs" if sequence.scoring else "this model keeps states, which no page holds"
-                sequence.row = self.rows.pop()
+                    if sequence.scoring:
+                        sequence.cache_miss = "prompt_logprobs"
                 self.running.append(sequence)
                 return sequence
             if sequence.urgent:

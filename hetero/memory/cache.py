@@ -11,7 +11,7 @@ import torch
 
 from hetero.arch import spec
 from hetero.gpu.ops import KV, DeltaState, LatentKV
-from hetero.memory.pages import Copy
+from hetero.memory.pages import Copy, StateCopy
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
@@ -69,10 +69,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pin
 
 class Cache:
     """KV of `pages` pages of `page_size` tokens on `device`, of `host_pages` in host memory (pinned when the device is a GPU), and states
-    of `rows` sequences for layers that keep a state instead of KV."""
+    of `rows` sequences for layers that keep a state instead of KV, with `marks` more to go on from (slots `rows` and up)."""
 
     def __init__(self, model: spec.Model, pages: int, page_size: int = 16, kv_dtype: str = "bf16", device: torch.device | str = "cpu",
-                 host_pages: int = 0, rows: int = 1) -> None:
+                 host_pages: int = 0, rows: int = 1, marks: int = 0) -> None:
         if kv_dtype not in DTYPES:
             raise ValueError(f"kv_dtype {kv_dtype!r} is none of {', '.join(DTYPES)}")
         self.pages, self.page_size, self.host_pages, self.kv_dtype = pages, page_size, host_pages, kv_dtype
@@ -84,9 +84,9 @@ class Cache:
                 groups.setdefault(shapes(layer.attention, page_size), []).append(l)
         self.stacks = tuple(self._stack(tuple(layers), *key) for key, layers in groups.items())
         self.layers: dict[int, KV | LatentKV] = {l: _record(stack, i) for stack in self.stacks for i, l in enumerate(stack.layers)}
-        self.states = {l: _state(layer.attention, rows, self.device) for l, layer in enumerate(model.layers)
+        self.states = {l: _state(layer.attention, rows + marks, self.device) for l, layer in enumerate(model.layers)
                        if isinstance(layer.attention, spec.GatedDeltaNet)}
-        self.rows = rows
+        self.rows, self.marks = rows, marks
 
     def _stack(self, layers: tuple[int, ...], parts: int, shape: tuple[int, ...], scales: tuple[int, ...]) -> Stack:
         dtype, host, pin = DTYPES[self.kv_dtype], torch.device("cpu"), self.device.type == "cuda" and self.host_pages > 0
@@ -115,9 +115,15 @@ class Cache:
         """What sequences keep in layer `l`, one slot per row of the batch; a sequence that begins finds its slot as it was left."""
         return self.states[l]
 
-    def copy(self, orders: Iterable[Copy]) -> None:
+    def copy(self, orders: Iterable[Copy | StateCopy]) -> None:
         """Runs the orders one after another, on the current stream."""
         for order in orders:
+            if isinstance(order, StateCopy):
+                source, target = (order.row, self.rows + order.mark) if order.keep else (self.rows + order.mark, order.row)
+                for state in self.states.values():
+                    state.conv[target].copy_(state.conv[source])
+                    state.memory[target].copy_(state.memory[source])
+                continue
             for stack in self.stacks:
                 for device, host in stack.pairs:
                     if order.to_host:

@@ -4,7 +4,10 @@ A page is a number in [0, count) on the device, or in [0, host_count) in the sec
 tables) or cached (held by nobody, but its content is in the index and may be taken again). A page enters the index only when it is full and
 its owner's step succeeded (`commit`); the index is keyed by a chain of BLAKE2b digests, one per page, and a hit is verified token by token.
 
-Copies between tiers are returned as data (`orders`) and must run in their order, before the next step writes to any page.
+Models that keep a state per sequence can only go on from a place where the state was kept: a mark, one of `marks` state slots tied to an indexed
+page. Each sequence keeps the mark of its prompt's last full page, and a second one that moves along with it.
+
+Copies between tiers, and of states, are returned as data (`orders`) and must run in their order, before the next step writes anything.
 """
 
 from collections import OrderedDict
@@ -26,15 +29,25 @@ class Copy:
     target: int
 
 
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """The state of a row of the batch kept in a mark (`keep`), or a row's state set from a mark."""
+
+    keep: bool
+    row: int
+    mark: int
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
-    """What one indexed page holds: the bytes of its int32 tokens, after the prefix `parent`. page or host is -1 where there is no copy."""
+    """What one indexed page holds: the bytes of its int32 tokens, after the prefix `parent`. page, host or mark is -1 where there is no copy."""
 
     digest: bytes
     parent: bytes
     tokens: bytes
     page: int = -1
     host: int = -1
+    mark: int = -1
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +62,7 @@ class Table:
     digests: list[bytes] = field(default_factory=list)
     committed: int = 0                   # full pages already offered to the index
     retired: int = 0                     # leading pages given back
+    moving: Entry | None = None          # holder of the mark that moves along
 
     @property
     def root(self) -> bytes:
@@ -66,11 +80,15 @@ class Match:
 
 
 class Pages:
-    """All pages of one cache. `window`: tokens that any layer sees, or None when some layer sees everything."""
+    """All pages of one cache. `window`: tokens that any layer sees, or None when some layer sees everything; `marks`: state slots to go on from,
+    None for a model without states."""
 
-    def __init__(self, count: int, page_size: int, host_count: int = 0, window: int | None = None) -> None:
+    def __init__(self, count: int, page_size: int, host_count: int = 0, window: int | None = None, marks: int | None = None) -> None:
         if count < 1 or page_size < 1 or host_count < 0:
             raise ValueError(f"pages: count {count}, page_size {page_size}, host_count {host_count}")
+        self.marks = marks
+        self.mark_free = list(range((marks or 0) - 1, -1, -1))
+        self.marked: OrderedDict[int, Entry] = OrderedDict()       # marks in use, oldest first
         self.count, self.page_size, self.host_count, self.window = count, page_size, host_count, window
         self.refs = [0] * count
         self.free = list(range(count - 1, -1, -1))
@@ -81,7 +99,7 @@ class Pages:
         self.host_free = list(range(host_count - 1, -1, -1))
         self.host_used: OrderedDict[int, Entry] = OrderedDict()    # host pages, oldest first
         self.ghosts: OrderedDict[bytes, None] = OrderedDict()
-        self.pending: list[Copy] = []
+        self.pending: list[Copy | StateCopy] = []
 
     @property
     def available(self) -> int:
@@ -97,7 +115,7 @@ class Pages:
         whole = -(-tokens // self.page_size)
         return whole if self.window is None else min(whole, -(-(self.window + chunk) // self.page_size) + 1)
 
-    def orders(self) -> list[Copy]:
+    def orders(self) -> list[Copy | StateCopy]:
         """Copies to run, in order, before the next step; they are handed out once."""
         due, self.pending = self.pending, []
         return due
@@ -131,14 +149,17 @@ class Pages:
             if entry is None and self.window is None:
                 break
             found.append(entry)
-        run, best, first = 0, 0, 0
+        run = best = first = reach = 0
         for j, entry in enumerate(found):
             run = run + 1 if entry else 0
             start = self._first((j + 1) * self.page_size)
-            if run >= j + 1 - start:
-                best, first = j + 1, start
+            if entry and run >= j + 1 - start:
+                reach = j + 1
+                if self.marks is None or entry.mark >= 0:
+                    best, first = j + 1, start
         entries = tuple(e for e in found[first:best] if e)
-        return Match(best * self.page_size, first, entries, self._miss(table, tokens, best, full))
+        miss = self._miss(table, tokens, best, full) if reach == best else f"state_not_rewindable@tok {best * self.page_size}"
+        return Match(best * self.page_size, first, entries, miss)
 
     def _miss(self, table: Table, tokens: np.ndarray, best: int, full: int) -> str | None:
         if best == full:
@@ -157,8 +178,9 @@ class Pages:
         """How many pages of `match` others hold now: taking those costs nothing of `available`."""
         return sum(e.page >= 0 and self.refs[e.page] > 0 for e in match.entries)
 
-    def take(self, table: Table, match: Match) -> int:
-        """Gives `table` (empty) the pages of `match` by reference, with copies back from the host where needed; returns the tokens obtained.
+    def take(self, table: Table, match: Match, row: int = 0) -> int:
+        """Gives `table` (empty) the pages of `match` by reference, with copies back from the host where needed, and `row` its state; returns the
+        tokens obtained.
 
         Fewer than matched when a tier runs out of pages on the way.
         """
@@ -175,12 +197,15 @@ class Pages:
                 for later in match.entries[i:]:
                     if later.page >= 0:
                         self._drop(later.page)
-                if self.window is not None:      # part of a window is of no use
+                if self.window is not None or self.marks is not None:      # part of a window, or pages without their state, are of no use
                     self.close(table)
                     return 0
                 break
             table.pages.append(entry.page)
         table.committed = len(table.pages)
+        if self.marks is not None and match.entries:
+            self.pending.append(StateCopy(False, row, match.entries[-1].mark))
+            self.marked.move_to_end(match.entries[-1].mark)
         return len(table.pages) * self.page_size
 
     def _fetch(self, entry: Entry) -> bool:
@@ -230,6 +255,29 @@ class Pages:
             entry.page, self.entry[page] = page, entry
         table.committed = full
 
+    def keep(self, table: Table, tokens: np.ndarray, computed: int, row: int, moving: bool) -> None:
+        """Keeps the state of `row` after `computed` tokens, when they end a page that is in the index. moving: instead of the last such mark of
+        this table, so that a sequence never takes more than one of those."""
+        if not self.marks or computed % self.page_size:
+            return
+        entry = self._find(table, tokens, computed // self.page_size - 1)
+        if entry is None or entry.mark >= 0:
+            return
+        if moving and table.moving is not None and table.moving.mark >= 0:
+            self._unmark(table.moving)
+        if not self.mark_free:
+            self._unmark(next(iter(self.marked.values())))
+        entry.mark = self.mark_free.pop()
+        self.marked[entry.mark] = entry
+        self.pending.append(StateCopy(True, row, entry.mark))
+        if moving:
+            table.moving = entry
+
+    def _unmark(self, entry: Entry) -> None:
+        del self.marked[entry.mark]
+        self.mark_free.append(entry.mark)
+        entry.mark = -1
+
     def retire(self, table: Table, tokens: int) -> None:
         """Gives back the pages that a token at position ≥ `tokens` cannot see; their content stays in the index while there is room."""
         first = min(self._first(tokens), len(table.pages))
@@ -243,7 +291,7 @@ class Pages:
         for page in reversed(table.pages):
             if page >= 0:
                 self._drop(page, forget=table.salt != 0)
-        table.pages, table.committed, table.retired = [], 0, 0
+        table.pages, table.committed, table.retired, table.moving = [], 0, 0, None
 
     def _new(self) -> int | None:
         """A page held once, with nothing in it."""
@@ -308,6 +356,8 @@ class Pages:
     def _forget_if_gone(self, entry: Entry) -> None:
         if entry.page >= 0 or entry.host >= 0:
             return
+        if entry.mark >= 0:
+            self._unmark(entry)
         del self.index[entry.digest]
         rivals = self.children[entry.parent]
         rivals.remove(entry)
@@ -348,5 +398,7 @@ class Pages:
         assert all(e.page == p and self.index.get(e.digest) is e for p, e in self.entry.items())
         assert all(e.host == h and self.index.get(e.digest) is e for h, e in self.host_used.items())
         assert sorted([*self.host_free, *self.host_used]) == list(range(self.host_count))
+        assert sorted([*self.mark_free, *self.marked]) == list(range(self.marks or 0))
+        assert all(e.mark == m and self.index.get(e.digest) is e for m, e in self.marked.items())
         assert all(e.page >= 0 or e.host >= 0 for e in self.index.values())
         assert sum(map(len, self.children.values())) == len(self.index)

@@ -257,7 +257,7 @@ def _lay_out(model: Model, machine: Machine, options: Options, arriving: str | S
     ring = RING_SLOTS * min(max(SLOT_BYTES, record), max((f.router.experts for f in _moes(model)), default=0) * record)
     limit, own = (vram, weights + ring + machine.context_bytes) if on_gpu else (ram, weights + arena + PROCESS_BYTES)
     chunk = options.chunk or _chunk(model, batch, limit - own, on_gpu)
-    scratch, states = scratch_nbytes(model, chunk, batch, 2 if on_gpu else 4), batch * state_nbytes(model)
+    scratch, states = scratch_nbytes(model, chunk, batch, 2 if on_gpu else 4), 2 * batch * state_nbytes(model)     # as many to go on from
     ctx, tokens = _kv(model, options, kv_dtype, limit - own - scratch - states)
     kv = tokens * kv_token_nbytes(model, kv_dtype)
     spare = vram - own - scratch - states - kv if on_gpu else 0

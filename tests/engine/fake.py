@@ -10,9 +10,10 @@ VOCAB = 61
 TABLE = torch.randn(8191, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
 
 
-def model(layers: int = 2, window: int | None = None) -> spec.Model:
+def model(layers: int = 2, window: int | None = None, stateful: bool = False) -> spec.Model:
     part = spec.GQA(heads=1, kv_heads=1, head_dim=2, rope=None, window=window)
-    return spec.Model("fake", 2, VOCAB, 1e-6, tuple(spec.Layer(part, spec.Dense(1)) for _ in range(layers)), True, {}, 4096)
+    parts = [part] * layers + [spec.GatedDeltaNet(1, 1, 1, 1, 2)] * stateful
+    return spec.Model("fake", 2, VOCAB, 1e-6, tuple(spec.Layer(part, spec.Dense(1)) for part in parts), True, {}, 4096)
 
 
 class FakeDecoder:
@@ -31,11 +32,27 @@ class FakeDecoder:
                 part[step.slots // size, 0, step.slots % size] = torch.stack([value, value + l], -1).to(part.dtype)
         starts = step.starts.tolist()
         owner = [s for s in range(len(starts) - 1) for _ in range(starts[s], starts[s + 1])]
+        for state in cache.states.values():
+            self.states(step, state, starts)
         for s in range(len(starts) - 1):                                             # the last row of each sequence sees the most
             self.row(step, cache, s, int(step.positions[starts[s + 1] - 1]))
         logits = [self.row(step, cache, owner[r], int(step.positions[r])) for r in step.wanted.tolist()]
         logits = torch.stack(logits) if logits else torch.zeros(0, VOCAB)
         return torch.cat([logits, torch.full((len(logits), 3), 1e4)], 1)             # three padded columns that would always win
+
+    def states(self, step, state, starts):
+        """Each token's state hashes all tokens before it; the state knows how many they were."""
+        self.hashes = []
+        for s in range(len(starts) - 1):
+            slot = int(step.states[s])
+            for t in range(starts[s], starts[s + 1]):
+                position = int(step.positions[t])
+                if position == 0:
+                    state.conv[slot], state.memory[slot] = 0, 0
+                assert int(state.conv[slot, 0, 0]) == position, "a state of another place"
+                state.conv[slot] = position + 1
+                state.memory[slot] = (state.memory[slot] * 31 + step.tokens[t]) % 65521
+                self.hashes.append(int(state.memory[slot]))
 
     def row(self, step, cache, s, position):
         size, first = cache.page_size, 0 if self.window is None else max(0, position - self.window + 1)
@@ -48,6 +65,8 @@ class FakeDecoder:
             tokens, places = kv.keys[page, 0, where % size], kv.values[page, 0, where % size]
             assert torch.equal(places[:, l], (where + l).float()), "another sequence's or a stale page"
             hashed = (hashed * 31 + int((tokens[:, l].long() * (where % 13 + 1)).sum())) % 1000003
+        if cache.states:
+            hashed += self.hashes[int(step.starts[s]) + position - int(step.positions[step.starts[s]])]
         logits = TABLE[hashed % len(TABLE)]
         if self.poison is not None and self.poison in tokens[:, 0].tolist():
             logits = logits.clone().index_fill_(0, torch.tensor([5]), torch.nan)
@@ -57,10 +76,11 @@ class FakeDecoder:
         return 1
 
 
-def engine(pages=64, page_size=4, host_pages=0, window=None, limits=None, context=200, eos=(0,), poison=None, **kw):
+def engine(pages=64, page_size=4, host_pages=0, window=None, limits=None, context=200, eos=(0,), poison=None, marks=None, **kw):
     from hetero.engine.scheduler import Limits
-    cache = Cache(model(window=window), pages, page_size, "f32", host_pages=host_pages)
-    return Engine(FakeDecoder(window, poison), cache, VOCAB, context, eos, limits or Limits(max_batch=4, chunk_tokens=16), **kw)
+    limits = limits or Limits(max_batch=4, chunk_tokens=16)
+    cache = Cache(model(window=window, stateful=marks is not None), pages, page_size, "f32", host_pages=host_pages, rows=limits.max_batch, marks=marks or 0)
+    return Engine(FakeDecoder(window, poison), cache, VOCAB, context, eos, limits, **kw)
 
 
 def run(engine, check=True):

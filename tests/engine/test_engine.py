@@ -107,6 +107,24 @@ def test_a_chunk_is_at_most_twice_the_largest_one_measured_and_follows_what_step
     assert pace.decode_s == pytest.approx(0.02) and pace.chunk(0, 0.2, 2048) == 80 and pace.chunk(0, 0.001, 2048) == 16
 
 
+def test_a_model_with_states_goes_on_from_the_marks_of_its_prompt_and_its_answer():
+    engine = fake.engine(marks=4)
+    want = {n: solo(Request("a", prompt(n), WARM), marks=0)[("a", 0)] for n in (21, 24)}
+    engine.add(Request("1", prompt(21), WARM))
+    answer = fake.tokens(fake.run(engine)[("1", 0)])
+    assert answer == want[21]
+    engine.add(Request("2", prompt(21), WARM))
+    output = fake.run(engine)[("2", 0)]
+    assert output[0].cached_tokens == 20 and fake.tokens(output) == answer
+    second = Request("3", (*prompt(21), *answer, 5, 6, 7), WARM)
+    engine.add(second)
+    output = fake.run(engine)[("3", 0)]
+    assert output[0].cached_tokens == 32 and fake.tokens(output) == solo(dataclasses.replace(second, id="a"), marks=0)[("a", 0)]
+    engine.add(Request("4", (*prompt(18), 9, 9, 9, 9), WARM))
+    output = fake.run(engine)[("4", 0)]
+    assert (output[0].cached_tokens, output[0].cache_miss) == (0, "state_not_rewindable@tok 0")
+
+
 def test_a_private_prompt_leaves_nothing_behind():
     engine = fake.engine()
     engine.add(Request("a", prompt(20), WARM, cache_prompt=False))

@@ -31,12 +31,12 @@ def schedule(seed, steps, limits, **kw):
     rng = random.Random(seed)
     engine, solo, requests, told, compared = fake.engine(limits=limits, context=CONTEXT, poison=60, **kw), {}, {}, {}, 0
     engine.scheduler.pace.learn = lambda *a: None          # timing must not decide what is tested
-    window = kw.get("window")
+    window, marks = kw.get("window"), None if kw.get("marks") is None else 0
 
     def want(r):
         key = (r.prompt, r.sampling)
         if key not in solo:
-            alone = fake.engine(context=CONTEXT, poison=60, window=window, limits=Limits(max_batch=1, chunk_tokens=64))
+            alone = fake.engine(context=CONTEXT, poison=60, window=window, marks=marks, limits=Limits(max_batch=1, chunk_tokens=64))
             alone.add(dataclasses.replace(r, id="solo"))
             solo[key] = {i: (fake.tokens(o), o[-1].finish) for (_, i), o in fake.run(alone, check=False).items()}
         return solo[key]
@@ -68,23 +68,24 @@ def schedule(seed, steps, limits, **kw):
     return compared, engine.stats()
 
 
-@pytest.mark.parametrize("window", [None, 9])
-def test_a_crowded_engine_with_both_tiers_gives_every_request_its_solo_answer(window):
-    compared, stats = schedule(1, 300, Limits(max_batch=4, chunk_tokens=24), pages=24, host_pages=16, window=window)
+@pytest.mark.parametrize(("window", "marks"), [(None, None), (9, None), (None, 3)])
+def test_a_crowded_engine_with_both_tiers_gives_every_request_its_solo_answer(window, marks):
+    compared, stats = schedule(1, 250, Limits(max_batch=4, chunk_tokens=24), pages=24, host_pages=16, window=window, marks=marks)
     assert compared > 50 and stats.aborted and stats.failed and stats.cached_tokens
     assert window is not None or (stats.preempted and stats.copied_pages)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([18, 20, 30, 60]), st.sampled_from([0, 5, 40]), st.sampled_from([None, 4, 11]), st.sampled_from([1, 4, 12, 100]),
-       st.integers(1, 6))
-def test_any_sizes_do(seed, pages, host_pages, window, chunk, batch):
-    schedule(seed, 60, Limits(max_batch=batch, chunk_tokens=chunk, prompt_logprobs_chunk=7, patience_s=0.05), pages=pages, host_pages=host_pages, window=window)
+       st.integers(1, 6), st.sampled_from([None, None, 0, 1, 5]))
+def test_any_sizes_do(seed, pages, host_pages, window, chunk, batch, marks):
+    schedule(seed, 60, Limits(max_batch=batch, chunk_tokens=chunk, prompt_logprobs_chunk=7, patience_s=0.05), pages=pages, host_pages=host_pages, window=window,
+             marks=marks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_ten_thousand_steps(seed):
     compared, _ = schedule(seed, 2000, Limits(max_batch=5, chunk_tokens=(8, 24, 100)[seed % 3]), pages=(20, 28, 60)[seed // 2], host_pages=(0, 12)[seed % 2],
-                           window=(None, None, 9)[seed % 3])
+                           window=(None, None, 9)[seed % 3], marks=(None, 3)[seed // 3])
     assert compared > 300
