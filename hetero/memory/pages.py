@@ -120,8 +120,6 @@ class Pages:
         due, self.pending = self.pending, []
         return due
 
-    # -- looking up -------------------------------------------------------------------------------------------------------------------
-
     def _chain(self, table: Table, tokens: np.ndarray, full: int) -> None:
         """Extends `table.digests` to `full` pages of `tokens` (int32)."""
         parent = table.digests[-1] if table.digests else table.root
@@ -171,8 +169,6 @@ class Pages:
         rivals = self.children.get(table.digests[best - 1] if best else table.root, ())
         common = [int((np.frombuffer(e.tokens, np.int32) == page).cumprod().sum()) for e in rivals[:64]]
         return f"prefix_mismatch@tok {at + max(common)}" if common else f"not_cached@tok {at}"
-
-    # -- taking and giving back -------------------------------------------------------------------------------------------------------
 
     def shared(self, match: Match) -> int:
         """How many pages of `match` others hold now: taking those costs nothing of `available`."""
@@ -322,8 +318,6 @@ class Pages:
         else:
             self.cached[page] = entry
 
-    # -- eviction ---------------------------------------------------------------------------------------------------------------------
-
     def _evict(self) -> bool:
         """Frees the page that nobody has used for longest, after ordering its copy to the host tier where there is one."""
         if not self.cached:
@@ -375,8 +369,6 @@ class Pages:
             del self.cached[page]
             self._leave(entry)
             self.free.append(page)
-
-    # -- invariants -------------------------------------------------------------------------------------------------------------------
 
     def check(self, tables: Iterable[Table]) -> None:
         """Raises AssertionError when a page is leaked, doubly owned or misfiled. `tables`: all that are open."""
