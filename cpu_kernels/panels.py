@@ -37,8 +37,15 @@ def _nibble_value(b: Builder, body: str, raw: Value, shift: int) -> Value:
 
 
 
-def _quarters(line: Callable[[int, int], None]) -> Quarters:
+AHEAD_TILES = 8                                      # a panel: what is unpacked next but one is on its way from memory meanwhile
+
+
+def _quarters(b: Builder, format: Format, w: Value, line: Callable[[int, int], None]) -> Quarters:
+    lines = format.tile_nbytes // 64
+
     def quarter(q: int) -> None:
+        for i in range(lines * q // 4, lines * (q + 1) // 4):
+            prefetch(b, w, AHEAD_TILES * format.tile_nbytes + 64 * i)
         for j in (2 * q, 2 * q + 1):
             for g in range(2):
                 line(j, g)
@@ -50,6 +57,7 @@ def quarters_bf16(b: Builder, format: Format, body: str, w: Value, into: Value) 
     if format.name == "bf16":
         def fetch(q: int) -> None:
             for i in range(8):
+                prefetch(b, w, AHEAD_TILES * format.tile_nbytes + 512 * q + 64 * i, 2)
                 prefetch(b, w, 512 * q + 64 * i)
         return [partial(fetch, q) for q in range(4)]
     scales = [_scales(b, format, body, w, g) for g in range(2)]
@@ -62,7 +70,7 @@ def quarters_bf16(b: Builder, format: Format, body: str, w: Value, into: Value) 
         f = [b.fmul(x, scales[g]) for x in v]
         for h in range(2):
             store(b, _join_bf16(b, f[2 * h], f[2 * h + 1]), into, 2048 * g + 64 * (2 * j + h), 64)
-    return _quarters(line)
+    return _quarters(b, format, w, line)
 
 
 def _mulhrs(b: Builder, body: str, x: Value, m: Value) -> Value:
@@ -101,7 +109,7 @@ def quarters_int8(b: Builder, format: Format, body: str, w: Value, inverse: Valu
     def line(j: int, g: int) -> None:
         even, odd = (_mulhrs(b, body, x, multipliers[g]) for x in halves(j, g))
         store(b, b.or_(b.and_(even, const(SHORT, 0xFF)), b.shl(odd, const(SHORT, 8))), into, 64 * (8 * g + j), 64)
-    return _quarters(line)
+    return _quarters(b, format, w, line)
 
 
 def row_scales(format: Format, body: str) -> Any:
