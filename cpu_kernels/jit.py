@@ -108,7 +108,8 @@ def kernel(function: Any = None, *, key: Hashable = None, inline: bool = False, 
                       no_cpython_wrapper=inner, no_cfunc_wrapper=inner)(function)
     template = made.get_call_template
     made.get_call_template = lambda args, kws: template(tuple(numba.types.unliteral(a) for a in args), kws)   # not one compile per literal
-    made._cache = _Cache(f"{function.__module__}.{function.__qualname__}:{key!r}")
+    if function.__module__.startswith(f"{__package__}."):                # the hash covers no other package's sources
+        made._cache = _Cache(f"{function.__module__}.{function.__qualname__}:{key!r}")
     return made
 
 
