@@ -7,10 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpu_kernels import plain, plain_attention
-from cpu_kernels.attention import Scratch, attend, attend_latent
+from cpu_kernels import attention, plain, plain_attention
+from cpu_kernels.attention import Scratch, attend, attend_latent, grouped
 from cpu_kernels.heads import KV_TYPES, QK_NORMS, heads_in
+from cpu_kernels.jit import address as machine_code
 from cpu_kernels.operands import ready
+from cpu_kernels.pages import sweep
 from cpu_kernels.team import Team
 
 FP8 = np.array([(-1.0) ** (c >> 7) * ((c & 7) * 2.0 ** -9 if (c >> 3) & 15 == 0 else (8 + (c & 7)) * 2.0 ** (((c >> 3) & 15) - 10)) for c in range(256)])
@@ -281,3 +283,16 @@ def test_what_cannot_be_is_refused():
         attend(*zeros, 4, 0, 0, 0, 0, 0, 0, 3, 2, 8, 0, 0, 1.0, scratch)
     with pytest.raises(ValueError, match=r"^page_size: 3 is odd"):
         attend(*zeros, 3, 0, 0, 0, 0, 0, 0, 2, 2, 8, 0, 0, 1.0, scratch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", ["generic", "avx512_vnni"])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "fp8"])
+def test_every_width_of_vectors_gives_the_twins_values(body, kind, crew, monkeypatch):
+    """The vectors are LLVM's own, so that wide ones run (as narrow ones) on every CPU."""
+    code = machine_code(sweep(body).block, 2)
+    monkeypatch.setattr(attention, "_grouped", lambda: (grouped(body), code))
+    model = Model(heads=6, kv_heads=2, dim=40, kind=kind, window=11, sinks=True)
+    x = model.qkv(33)
+    got = run(model, Cache(model, 64), crew, [(x, 0, pages_for(model, 33))])[0]
+    assert np.abs(got - model.twin(x)).max() < {"f32": 2e-5, "bf16": 4e-3, "fp8": 0.15}[kind]
