@@ -43,7 +43,7 @@ def forecast(name: str | None, options: Options, config_only: bool = False) -> t
         model = families.read(config).first(options.layers)
         return plans.plan(model, machine, options, comes), machine
     source = open_source(name, partial(fetch, offline=options.offline, progress=lambda *_: None))
-    model = families.read(source.config).first(options.layers)
+    model = source.spec().first(options.layers)
     if options.load_format == "dummy":
         comes = arriving(source.config)
     else:
