@@ -5,6 +5,7 @@ Knows no tensor. Nothing is loaded before the first call. Source of the signatur
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 from hetero.errors import UnusableHardware
 
@@ -20,16 +21,17 @@ _SIGNATURES = {
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL("libcuda.so.1")
+def _functions() -> dict[str, Callable[..., int]]:
+    library, found = ctypes.CDLL("libcuda.so.1"), {}
     for name, arguments in _SIGNATURES.items():
-        library[name].argtypes = arguments
-    return library
+        found[name] = library[name]
+        found[name].argtypes = arguments
+    return found
 
 
 def call(name: str, *arguments: object) -> None:
     """One driver call; UnusableHardware with its error number when it fails."""
-    code = _library()[name](*arguments)
+    code = _functions()[name](*arguments)
     if code:
         raise UnusableHardware(f"{name}: CUDA driver error {code}", "see the CUDA Driver API's table of errors")
 
