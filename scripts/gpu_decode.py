@@ -62,6 +62,7 @@ class Bench:
         torch.cuda.init()
         torch.set_num_threads(1)
         cores = sorted(cpu.read().allowed)
+        self.ceiling = read_ceiling(a.threads or max(1, len(cores) - 1))
         self.team = Team(cores[:a.threads or max(1, len(cores) - 1)])
         weights = Dummy(model)
         self.bank = banks.load(weights, a.expert_format, None, self.team.threads)
@@ -194,7 +195,7 @@ def main() -> None:
                     key = f"{a.shape} {a.layers or 'all'} {a.kind} {a.dense_format} batch {b} context {c}"
                     if key in kept or b * c > a.kv_tokens:
                         continue
-                    ceiling = read_ceiling(bench.team.threads)
+                    ceiling = bench.ceiling
                     cell = bench.measure(b, c, a.steps)
                     bound = ceiling / cell["routed_bytes"]
                     kept[key] = cell | {"read_gb_s": ceiling / 1e9, "of_bound": cell["tok_s"] / bound if b == 1 else None}

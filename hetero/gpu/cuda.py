@@ -14,7 +14,8 @@ from hetero.gpu.delta import PlainDelta
 from hetero.gpu.ops import KV, LatentKV, Matrix, Row, Step
 from hetero.gpu.tables import rope_table, scale_of
 
-FEW = 4                                  # tokens up to which a matrix is read once per token
+FEW, NARROW = 16, 1024                   # up to so many tokens a matrix of so few rows is read once per token
+VOCABULARY = 32768                       # rows from which the product for many tokens is the faster one for a single token too
 
 
 def capability(device: torch.device) -> str:
@@ -129,12 +130,12 @@ class FloatMatrix:
         self.rows, self.cols = weight.shape
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] <= FEW:
+        if x.shape[0] == 1 or (x.shape[0] <= FEW and self.rows <= NARROW):
             return linear.gemv(x.contiguous(), self.weight, None, self.bias, self.out)
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(self.out)
 
     def row(self) -> Row:
-        return self.ops.row("linear", f"triton.gemv to {FEW} tokens, cublas above", str(self.weight.dtype)[6:], self.weight.nbytes)
+        return self.ops.row("linear", "triton.gemv for one token, cublas for more", str(self.weight.dtype)[6:], self.weight.nbytes)
 
 
 class CodedMatrix:
@@ -149,12 +150,12 @@ class CodedMatrix:
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        if x.shape[0] <= FEW:
+        if x.shape[0] == 1 and self.rows < VOCABULARY:
             return linear.gemv(x, self.codes, self.scales, self.bias, self.out)
         return linear.gemm(x, self.codes, self.scales, self.bias, self.out)
 
     def row(self) -> Row:
-        return self.ops.row("linear", f"triton.gemv to {FEW} tokens, triton.gemm above", "int8", self.codes.nbytes + self.scales.nbytes)
+        return self.ops.row("linear", "triton.gemv for one token, triton.gemm for more", "int8", self.codes.nbytes + self.scales.nbytes)
 
 
 class CudaAttend:

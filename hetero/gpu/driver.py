@@ -22,10 +22,12 @@ _SIGNATURES = {
 
 @functools.cache
 def _functions() -> dict[str, Callable[..., int]]:
-    library, found = ctypes.CDLL("libcuda.so.1"), {}
+    library = ctypes.CDLL("libcuda.so.1")
+    found: dict[str, Callable[..., int]] = {}
     for name, arguments in _SIGNATURES.items():
-        found[name] = library[name]
-        found[name].argtypes = arguments
+        function = library[name]
+        function.argtypes = arguments
+        found[name] = function
     return found
 
 

@@ -51,26 +51,33 @@ def glu(act: Act, gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _gemv(x, w, scales, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr, CODES: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr):
-    """Program (block of rows, token): BN rows of W times one token; weights float or int8 with scales."""
+def _gemv(x, w, scales, bias, out, N, K, BN: tl.constexpr, BG: tl.constexpr, CODES: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr):
+    """Program (block of rows, token): BN rows of W times one token, BG groups of columns at a time; weights float or int8 with scales."""
     t = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    live = n < N
-    k = tl.arange(0, BK)
-    acc = tl.zeros((BN, BK), tl.float32)
-    row = n.to(tl.int64) * K
-    for at in range(0, K, BK):
-        inside = at + k < K
-        v = tl.load(w + row[:, None] + at + k[None, :], mask=live[:, None] & inside[None, :], other=0).to(tl.float32)
-        y = tl.load(x + t * K + at + k, mask=inside, other=0.0).to(tl.float32)
+    g = tl.arange(0, BG)
+    k = tl.arange(0, GROUP)
+    groups = tl.cdiv(K, GROUP)
+    row = w + n.to(tl.int64)[:, None, None] * K + k[None, None, :]
+    live = (n < N)[:, None, None]
+    acc = tl.zeros((BN, BG, GROUP), tl.float32)
+    for first in range(0, groups, BG):
+        at = (first + g)[None, :, None] * GROUP
+        inside = at + k[None, None, :] < K
+        v = tl.load(row + at, mask=live & inside, other=0)
         if CODES:
-            s = tl.load(scales + n[:, None] * tl.cdiv(K, GROUP) + ((at + k) // GROUP)[None, :], mask=live[:, None] & inside[None, :], other=0.0)
-            v = v * s
-        acc += v * y[None, :]
-    r = tl.sum(acc, 1)
+            v = v.to(x.dtype.element_ty)                     # int8 to 16 bits is a byte permutation, to float32 a slow conversion
+        v = v.to(tl.float32)
+        y = tl.load(x + t * K + at + k[None, None, :], mask=inside, other=0.0).to(tl.float32)
+        if CODES:
+            s = tl.load(scales + n[:, None] * groups + (first + g)[None, :], mask=(n < N)[:, None] & (first + g < groups)[None, :], other=0.0)
+            acc += v * y * s[:, :, None]
+        else:
+            acc += v * y
+    r = tl.sum(tl.sum(acc, 2), 1)
     if BIAS:
-        r += tl.load(bias + n, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + t * N + n, r.to(out.dtype.element_ty), mask=live)
+        r += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + t * N + n, r.to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
@@ -79,16 +86,17 @@ def _gemm(x, w, scales, bias, out, T, N, K, BM: tl.constexpr, BN: tl.constexpr, 
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, GROUP)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for g in range(tl.cdiv(K, GROUP)):
+    groups = tl.cdiv(K, GROUP)
+    acc = tl.zeros((BN, BM), tl.float32)
+    for g in range(groups):
         at = g * GROUP + k
-        a = tl.load(x + m[:, None].to(tl.int64) * K + at[None, :], mask=(m < T)[:, None] & (at < K)[None, :], other=0.0)
-        b = tl.load(w + n[None, :].to(tl.int64) * K + at[:, None], mask=(n < N)[None, :] & (at < K)[:, None], other=0).to(a.dtype)
-        s = tl.load(scales + n * tl.cdiv(K, GROUP) + g, mask=n < N, other=0.0)
-        acc += tl.dot(a, b, input_precision=PRECISE) * s[None, :]
+        a = tl.load(x + m[None, :].to(tl.int64) * K + at[:, None], mask=(m < T)[None, :] & (at < K)[:, None], other=0.0)
+        b = tl.load(w + n[:, None].to(tl.int64) * K + at[None, :], mask=(n < N)[:, None] & (at < K)[None, :], other=0).to(a.dtype)
+        s = tl.load(scales + n * groups + g, mask=n < N, other=0.0)
+        acc += tl.dot(b, a, input_precision=PRECISE) * s[:, None]
     if BIAS:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + m[:, None].to(tl.int64) * N + n[None, :], acc.to(out.dtype.element_ty), mask=(m < T)[:, None] & (n < N)[None, :])
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], acc.to(out.dtype.element_ty), mask=(m < T)[None, :] & (n < N)[:, None])
 
 
 def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,14 +113,21 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.float() * scales.repeat_interleave(GROUP, 1)[:, :codes.shape[1]]
 
 
+def gemv_blocks(rows: int, cols: int, itemsize: int) -> tuple[int, int, int]:
+    """(rows, groups of columns, warps) of a program: the best of a sweep over 5120 x 2048, 2048 x 4096 and 151936 x 2048."""
+    most = triton.next_power_of_2(triton.cdiv(cols, GROUP))
+    if itemsize == 1:
+        return 1, min(8, most), 2
+    return (2 if itemsize == 2 and rows <= 32768 else 4 if itemsize == 2 else 1), min(8 if itemsize == 2 else 16, most), 4
+
+
 def gemv(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """x [T, K] (few tokens: each reads W again) times w [N, K] (float, or int8 with scales) -> [T, N] of `dtype`, float32 sums."""
     T, (N, K) = x.shape[0], w.shape
     out = torch.empty(T, N, dtype=dtype, device=x.device)
-    BN = 4 if N <= 4096 else 8 if N <= 32768 else 16
-    BK = min(512 if w.element_size() < 4 else 256, triton.next_power_of_2(K))
-    _gemv[(triton.cdiv(N, BN), T)](x, w, x if scales is None else scales, x if bias is None else bias, out, N, K, BN=BN, BK=BK,
-                                   CODES=scales is not None, BIAS=bias is not None, GROUP=GROUP, num_warps=4)
+    BN, BG, warps = gemv_blocks(N, K, w.element_size())
+    _gemv[(triton.cdiv(N, BN), T)](x, w, x if scales is None else scales, x if bias is None else bias, out, N, K, BN=BN, BG=BG,
+                                   CODES=scales is not None, BIAS=bias is not None, GROUP=GROUP, num_warps=warps)
     return out
 
 
@@ -120,8 +135,11 @@ def gemm(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch
     """x [T, K] times int8 codes [N, K] with scales -> [T, N] of `dtype`."""
     T, (N, K) = x.shape[0], codes.shape
     out = torch.empty(T, N, dtype=dtype, device=x.device)
-    BM, BN = (16, 32) if T <= 16 else (32, 64) if T <= 32 else (64, 64) if x.dtype == torch.float32 or T <= 64 else (128, 64)
+    BM, BN = (16, 32) if T <= 16 else (32, 32) if T <= 32 else (64, 64) if x.dtype == torch.float32 or T <= 64 else (128, 64)
+    warps, stages = (2, 4) if BM == 16 else (4, 4) if BM < 128 else (8, 3)
+    if N <= 4096 and BM <= 32:
+        BN, warps, stages = 16, 4, 5                         # few rows: more programs
     _gemm[(triton.cdiv(N, BN), triton.cdiv(T, BM))](x, codes, scales, x if bias is None else bias, out, T, N, K, BM=BM, BN=BN, BIAS=bias is not None,
                                                     GROUP=GROUP, PRECISE="ieee" if x.dtype == torch.float32 else "tf32",
-                                                    num_warps=4 if BM < 128 else 8, num_stages=3 if x.element_size() == 2 else 1)
+                                                    num_warps=warps, num_stages=stages if x.element_size() == 2 else 1)
     return out
