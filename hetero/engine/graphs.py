@@ -28,7 +28,7 @@ class Graphs:
     def __init__(self, decoder: Decoder, cache: Cache, handoff: Handoff | None, most: int, width: int) -> None:
         self.decoder, self.cache, self.handoff, self.width = decoder, cache, handoff, width
         device = cache.device
-        self.step = self._step(most, device)
+        self.step = self._step(max(1, most), device)
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
