@@ -2,6 +2,7 @@
 """Decode on a GPU with the routed experts on the CPU, random weights of a published shape: checked first, then timed by batch and context.
 
     python scripts/gpu_decode.py --shape qwen3-30b-a3b --vram 8 --batches 1,2,4,8 --contexts 128,4096 --json out.json
+    python scripts/gpu_decode.py --shape qwen3-30b-a3b --vram 8 --prefill 512,4096,8192
 
 Terms of a step: the CPU's busy time (flag seen to answer given, summed over layers), the GPU's alone (the same graph with all answers already
 given, flags and mailbox included), and the rest. The bound is routed bytes per token over the machine's measured read bandwidth. Results are kept
@@ -24,15 +25,20 @@ from gpu_shapes import SHAPES
 from cpu_kernels import cpu
 from cpu_kernels.team import Team
 from hetero.arch import families, tensors
+from hetero.arch.spec import MoE
 from hetero.engine.graphs import Graphs
+from hetero.gpu import driver
 from hetero.gpu.cuda import Cuda
 from hetero.gpu.ops import Step
 from hetero.memory import bank as banks
 from hetero.memory.cache import Cache
+from hetero.memory.stream import Ring, register
 from hetero.model.experts import expert_layer
 from hetero.model.handoff import HandedOver, Handoff, jobs_of
 from hetero.model.load import load_decoder
 from hetero.model.probe import Echo, prove
+from hetero.model.step import single
+from hetero.model.streamed import Streamed, orders_of
 from hetero.model.weights import Weights
 from hetero.weights.dummy import Dummy
 
@@ -67,21 +73,33 @@ class Bench:
         weights = Dummy(model)
         self.bank = banks.load(weights, a.expert_format, None, self.team.threads)
         self.packed_s = time.perf_counter() - began
-        self.most, self.context = max(a.batches), max(a.contexts) + 64
+        self.most, self.context = max(a.batches), max(*a.contexts, *a.prefill, 0) + 64
         ops = Cuda(self.context, "cuda", torch.bfloat16)
         layers = [expert_layer(banks.moe(model, l), self.bank.stores[l], self.bank.biases[l]) for l in model.moe_layers]
         top_k = banks.moe(model, model.moe_layers[0]).router.top_k
         self.handoff = Handoff(jobs_of(layers, self.team), len(layers), self.team, model.hidden, top_k, self.most, ops.device, ops.dtype, a.kind)
         index = {l: i for i, l in enumerate(model.moe_layers)}
-        self.decoder = load_decoder(ops, model, Weights(tensors.of(model), weights.dense),
-                                    lambda l, part: HandedOver(self.handoff, index[l], layers[index[l]], cpu.isa()), a.dense_format, a.dense_format)
+        self.pinned = register(self.bank.arena)[0] if a.prefill else 0
+        base = int(self.bank.arena.memory.ctypes.data)
+        self.ring = Ring([order for layer in layers for order in orders_of(layer)], base, ops.device) if a.prefill else None
+        self.streamed: list[Streamed] = []
+
+        def experts(l: int, part: MoE) -> HandedOver | Streamed:
+            small = HandedOver(self.handoff, index[l], layers[index[l]], cpu.isa())
+            if self.ring is None:
+                return small
+            self.streamed.append(Streamed(small, part, self.ring, 1))
+            return self.streamed[-1]
+        self.decoder = load_decoder(ops, model, Weights(tensors.of(model), weights.dense), experts, a.dense_format, a.dense_format)
         width = -(-self.context // PAGE)
-        pages = max(b * (-(-(c + 64) // PAGE)) for b in a.batches for c in a.contexts if b * c <= a.kv_tokens) + 1
+        needs = [b * (-(-(c + 64) // PAGE)) for b in a.batches for c in a.contexts if b * c <= a.kv_tokens]
+        pages = max(needs + [-(-t // PAGE) for t in a.prefill]) + 1
         self.cache = Cache(model, pages, PAGE, a.kv_dtype, "cuda")
         for stack in self.cache.stacks:
             stack.values.view(torch.uint8).random_(0, 60)                 # small finite numbers in bf16 and in float8
         self.loaded_s = time.perf_counter() - began
-        self.graphs = Graphs(self.decoder, self.cache, self.handoff, self.most, width)
+        self.width = width
+        self.graphs = Graphs(self.decoder, self.cache, self.handoff, 0 if a.prefill else self.most, width)
 
     def step(self, batch: int, context: int) -> Step:
         """One token for each of `batch` sequences that hold `context` tokens."""
@@ -103,6 +121,50 @@ class Bench:
         difference = ((replayed - eager).norm() / eager.norm()).item()
         assert torch.isfinite(replayed).all() and difference < 1e-3, difference
         return {"graph_against_eager": difference, "same_top": (replayed.argmax(-1) == eager.argmax(-1)).float().mean().item()}
+
+    def chunk(self, tokens: int) -> Step:
+        """The first `tokens` tokens of one sequence; logits of the last."""
+        ids = torch.randint(0, self.model.vocab, (tokens,), generator=torch.Generator().manual_seed(tokens))
+        return single(ids, 0, PAGE, torch.tensor([tokens - 1]), "cuda")
+
+    def prefill(self, tokens: int) -> dict:
+        """Streamed against the CPU's experts on the same chunk where that is quick, then timed against the measured PCIe bandwidth."""
+        step, found = self.chunk(tokens), {}
+        with torch.no_grad():
+            streamed = self.decoder(step, self.cache).float().log_softmax(-1)
+            if tokens <= 512:
+                for executor in self.streamed:
+                    executor.least = 1 << 30
+                began = time.perf_counter()
+                by_cpu = self.decoder(step, self.cache).float().log_softmax(-1)
+                torch.cuda.synchronize()
+                found = {"cpu_ms": (time.perf_counter() - began) * 1e3, "kl": (by_cpu.exp() * (by_cpu - streamed)).sum(-1).mean().item(),
+                         "same_top": (by_cpu.argmax(-1) == streamed.argmax(-1)).float().mean().item()}
+                for executor in self.streamed:
+                    executor.least = 1
+            times = []
+            for _ in range(3):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                self.decoder(step, self.cache)
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - began)
+        nbytes = sum(order.nbytes for order in self.ring.orders)
+        pcie = self.pcie()
+        return found | {"ms": min(times) * 1e3, "tok_s": tokens / min(times), "pcie_gb_s": pcie / 1e9, "expert_bytes": nbytes,
+                        "of_bound": nbytes / pcie / min(times), "groups": len(self.ring.orders), "slot_mb": self.ring.nbytes / 3e6,
+                        "pinned": self.pinned / self.bank.arena.nbytes}
+
+    def pcie(self) -> float:
+        """Bytes per second from the arena to the ring's slots, nothing else running."""
+        slot = self.ring.slots[0]
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for order, parts in zip(self.ring.orders[:64], self.ring.parts, strict=False):
+            for at, nbytes in parts:
+                driver.copy_in(slot.data_ptr() + at, order.address + at, nbytes, self.ring.stream.cuda_stream)
+        torch.cuda.synchronize()
+        return sum(o.nbytes for o in self.ring.orders[:64]) / (time.perf_counter() - began)
 
     def gpu_alone(self, batch: int) -> float:
         """Milliseconds of the graph when every answer is already there."""
@@ -170,6 +232,7 @@ def main() -> None:
     p.add_argument("--batches", type=lambda s: [int(n) for n in s.split(",")], default=[1])
     p.add_argument("--contexts", type=lambda s: [int(n) for n in s.split(",")], default=[128])
     p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--prefill", type=lambda s: [int(n) for n in s.split(",")], default=[], help="chunks to measure instead of decoding")
     p.add_argument("--check-only", action="store_true")
     p.add_argument("--profile", action="store_true", help="kernels of the graph by time, and what each kind of handoff costs")
     p.add_argument("--json", type=Path)
@@ -177,7 +240,15 @@ def main() -> None:
     kept = json.loads(a.json.read_text()) if a.json and a.json.exists() else {}
     bench = Bench(a)
     with bench.team.seat():
-        if a.profile:
+        if a.prefill:
+            for tokens in a.prefill:
+                key = f"{a.shape} {a.layers or 'all'} prefill {tokens}"
+                if key not in kept:
+                    kept[key] = bench.prefill(tokens)
+                    if a.json:
+                        a.json.write_text(json.dumps(kept, indent=1))
+                print(key, {k: round(v, 4) for k, v in kept[key].items()})
+        elif a.profile:
             for kind in ("flags", "memops", "callback"):
                 echo = Echo(kind, bench.team, torch.device("cuda"), torch.bfloat16, bench.model.hidden, 8)
                 print(f"handoff by {kind}: {echo.run() * 1e6:.1f} us per layer, echo right in every round")
@@ -186,7 +257,9 @@ def main() -> None:
                 print(f"batch {batch}")
                 for name, count, us in bench.kernels(batch):
                     print(f"  {us:7.2f} us/layer {count:5.2f}/layer  {name}")
-        if a.check_only:
+        if a.prefill:
+            pass
+        elif a.check_only:
             print({f"batch {b}": bench.check(b, a.contexts[0]) for b in a.batches})
         else:
             kept.setdefault("machine", {"gpu": torch.cuda.get_device_name(0), "isa": cpu.isa(), "threads": bench.team.threads})

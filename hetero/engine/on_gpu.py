@@ -69,7 +69,7 @@ def load(model: Model, plan: Plan, machine: Machine, weights: Checkpoint | Dummy
         first = layers[model.moe_layers[0]].store
         part = parts[model.moe_layers[0]]
         least = break_even(first.record_nbytes, first.experts, top_k, (2 + part.gated) * part.width * model.hidden, machine, plan.chunk)
-        ring = Ring([order for l in index for order in orders_of(layers[l])], device)
+        ring = Ring([order for l in index for order in orders_of(layers[l])], int(bank.arena.memory.ctypes.data), device)
         facts = {"handoff": f"{proven.kind}, {proven.seconds_per_layer * 1e6:.1f} us per layer" + "".join(f"; {f}" for f in proven.failed),
                  "arena pinned": f"{pinned / max(1, bank.arena.nbytes):.0%}" + (f" ({why})" if why else ""),
                  "streaming": f"from {least} tokens on, ring of {ring.nbytes / 2**20:.0f} MiB" if least <= plan.chunk else "never: the CPU is faster"}

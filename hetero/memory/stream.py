@@ -11,7 +11,7 @@ import torch
 
 from hetero.errors import DoesNotFit, UnusableHardware
 from hetero.gpu import driver
-from hetero.memory.arena import Arena
+from hetero.memory.arena import PIECE_BYTES, Arena
 from hetero.memory.cost import Machine
 
 SLOTS, WANTED_BYTES = 3, 64 << 20
@@ -31,6 +31,16 @@ def groups_of(address: int, record_nbytes: int, experts: int, wanted_bytes: int 
     """One layer in equal groups: as many experts as divide their number and stay within `wanted_bytes`, at least one."""
     count = max(n for n in range(1, experts + 1) if experts % n == 0 and (n == 1 or n * record_nbytes <= wanted_bytes))
     return [Group(address + e * record_nbytes, count * record_nbytes, e, count) for e in range(0, experts, count)]
+
+
+def cut(address: int, nbytes: int, base: int, piece_bytes: int = PIECE_BYTES) -> list[tuple[int, int]]:
+    """(offset, nbytes) of the copies that move a range of memory registered in pieces from `base` on: none may reach over a piece's end."""
+    parts, at = [], 0
+    while at < nbytes:
+        room = piece_bytes - (address + at - base) % piece_bytes
+        parts.append((at, min(room, nbytes - at)))
+        at += parts[-1][1]
+    return parts
 
 
 def register(arena: Arena) -> tuple[int, str]:
@@ -57,10 +67,13 @@ def break_even(record_nbytes: int, experts: int, top_k: int, expert_parameters: 
 
 
 class Ring:
-    """`orders` in the sequence in which they will be asked for, again and again. Raises DoesNotFit when the GPU has no room for the slots."""
+    """`orders` in the sequence in which they will be asked for, again and again; all lie in one arena that begins at `base`.
 
-    def __init__(self, orders: Sequence[Group], device: torch.device, slots: int = SLOTS) -> None:
+    Raises DoesNotFit when the GPU has no room for the slots."""
+
+    def __init__(self, orders: Sequence[Group], base: int, device: torch.device, slots: int = SLOTS) -> None:
         self.orders, self.device = tuple(orders), device
+        self.parts = [cut(order.address, order.nbytes, base) for order in orders]
         nbytes = max(order.nbytes for order in orders)
         try:
             self.slots = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(slots)]
@@ -81,8 +94,9 @@ class Ring:
             i = self.issued % len(self.slots)
             if self.issued >= len(self.slots):
                 self.stream.wait_event(self.free[i])
-            order = self.orders[self.issued % len(self.orders)]
-            driver.copy_in(self.slots[i].data_ptr(), order.address, order.nbytes, self.stream.cuda_stream)
+            o = self.issued % len(self.orders)
+            for at, nbytes in self.parts[o]:
+                driver.copy_in(self.slots[i].data_ptr() + at, self.orders[o].address + at, nbytes, self.stream.cuda_stream)
             self.ready[i].record(self.stream)
             self.issued += 1
 
