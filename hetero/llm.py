@@ -79,7 +79,8 @@ class LLM:
         self.isa = cpu.isa()
         self.bank = banks.load(self.weights, options.expert_format, options.cache_dir if options.packed_cache else None, self.team.threads, progress)
         self.layers = {l: expert_layer(banks.moe(model, l), self.bank.stores[l], self.bank.biases[l]) for l in model.moe_layers}
-        self.placed = place(plan, model, options, Weights(tensors.of(model), self.weights.dense), self.layers, self.team)
+        self.placed = place(plan, model, options, Weights(tensors.of(model), self.weights.dense), self.layers, self.team, self.bank.arena,
+                            self.machine)
         limits = Limits(plan.max_batch, plan.chunk, options.max_stall_ms / 1e3)
         self.vocab = min(self.tokenizer.size, model.vocab)
         self.engine = Engine(self.placed.run, self.placed.cache, self.vocab, plan.ctx, self.tokenizer.ends(), limits, seed=options.seed)
@@ -151,12 +152,14 @@ class LLM:
             raise BadRequest(f"path is {path!r}", "prefill or decode", "path")
         if not 0 < len(token_ids) <= self.plan.ctx or not all(0 <= t < self.model.vocab for t in token_ids):
             raise BadRequest("token_ids must be 1 to " f"{self.plan.ctx} ids below {self.model.vocab}", param="token_ids")
-        cache = Cache(self.model, -(-len(token_ids) // PAGE), PAGE, KV_NAMES[self.plan.kv_dtype], self.plan.device)
+        pages = -(-len(token_ids) // PAGE)
+        cache = Cache(self.model, pages, PAGE, KV_NAMES[self.plan.kv_dtype], self.plan.device)
+        run = self.placed.replay(cache, pages) if path == "decode" else self.placed.run
         width = 1 if path == "decode" else self.plan.chunk
         rows = []
         for at, tokens in zip(count(0, width), torch.tensor(list(token_ids)).split(width), strict=False):
             step = single(tokens, at, PAGE, torch.arange(tokens.shape[0]), self.plan.device)
-            rows.append(self.placed.run(step, cache)[:, :self.vocab].cpu().clone())
+            rows.append(run(step, cache)[:, :self.vocab].clone().cpu())
         return torch.cat(rows)
 
     # -- what really runs -------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A plan made real on its device: arithmetic, executors, decoder, cache, and what replays decode steps; knows no file and no request."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,9 @@ from hetero.errors import UnusableHardware
 from hetero.gpu.host import Host
 from hetero.gpu.ops import Check, Step
 from hetero.gpu.plain import Plain
+from hetero.memory.arena import Arena
 from hetero.memory.cache import Cache, page_nbytes
+from hetero.memory.cost import Machine
 from hetero.memory.plan import Plan
 from hetero.model.check import check_experts, check_parts
 from hetero.model.decoder import Decoder
@@ -37,17 +39,20 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Placed:
-    """`decoder` computes any step; `run` is the same with decode steps replayed, and what an engine drives. `facts`: lines for the report."""
+    """`decoder` computes any step; `run` is the same with decode steps replayed over `cache`, and what an engine drives. `facts`: lines for the
+    report. `replay(cache, pages)`: the same for one sequence of at most that many pages over another cache."""
 
     decoder: Decoder
     run: Run
     cache: Cache
     facts: Mapping[str, str]
     checks: tuple[Check, ...]
+    replay: Callable[[Cache, int], Run]
 
 
-def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: Mapping[int, ExpertLayer], team: Team) -> Placed:
-    """Raises BadOption and UnusableHardware for what cannot be meant on this device."""
+def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: Mapping[int, ExpertLayer], team: Team, arena: Arena,
+          machine: Machine) -> Placed:
+    """`arena` holds the layers' experts. Raises BadOption and UnusableHardware for what cannot be meant on this device."""
     kv = KV_NAMES[plan.kv_dtype]
     host_pages = (options.kv_ram or 0) // page_nbytes(model, PAGE, kv)
     cache = Cache(model, -(-plan.kv_tokens // PAGE), PAGE, kv, plan.device, host_pages, plan.max_batch, plan.max_batch)
@@ -56,7 +61,7 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
     # Triton comes only with a torch that has CUDA
     from hetero.engine import gpus
 
-    return gpus.place(plan, model, options, weights, layers, team, cache)
+    return gpus.place(plan, model, options, weights, layers, team, arena, machine, cache)
 
 
 def place_on_cpu(plan: Plan, model: Model, options: Options, weights: Weights, layers: Mapping[int, ExpertLayer], team: Team, cache: Cache) -> Placed:
@@ -72,7 +77,7 @@ def place_on_cpu(plan: Plan, model: Model, options: Options, weights: Weights, l
     decoder = load_decoder(plain if wrong else ops, model, weights, experts, format, format)
     run = Replay(decoder, ops, plan.max_batch, pages_of(plan))
     how = "each step one job of the team" if ops.recordable else "layer by layer: a part has no job"
-    return Placed(decoder, run, cache, {"decode": how} | ({"FALLBACK": wrong} if wrong else {}), checks)
+    return Placed(decoder, run, cache, {"decode": how} | ({"FALLBACK": wrong} if wrong else {}), checks, lambda other, pages: run)
 
 
 def failed(checks: Sequence[Check], allowed: bool) -> str:
