@@ -13,7 +13,7 @@ from .jit import kernel
 from .jobs import share
 from .operands import f32, f64, i32, i64, rms, u8, u16, u32
 
-KV_TYPES = {"f32": 0, "bf16": 1, "fp8": 2}
+KV_TYPES = {"f32": 0, "bf16": 1, "fp8": 2, "fp16": 3}
 QK_NORMS = {"none": 0, "head": 1, "full": 2, "rotated": 3}
 
 
@@ -26,22 +26,35 @@ def bf16_of(bits: int) -> int:
 
 
 @kernel(inner=True)
+def rounded(mantissa: int, shift: int) -> int:
+    """A 24-bit mantissa without its lowest `shift` (at least 1) bits, rounded to the nearest, ties to even."""
+    if shift > 24:
+        return 0
+    half, whole, rest = 1 << (shift - 1), mantissa >> shift, mantissa & ((1 << shift) - 1)
+    return whole + 1 if rest > half or (rest == half and whole & 1) else whole
+
+
+@kernel(inner=True)
+def f16_of(bits: int) -> int:
+    """The float16 nearest to a float32, both as bits; ties to even, too large becomes infinity, NaN stays NaN."""
+    sign, size = (bits >> 16) & 0x8000, bits & 0x7FFFFFFF
+    if size > 0x7F800000:
+        return sign | 0x7E00
+    if size >= 0x477FF000:                               # 65520
+        return sign | 0x7C00
+    if size < 0x38800000:                                # below 2^-14: steps of 2^-24
+        return sign | rounded((size & 0x7FFFFF) | 0x800000, 126 - (size >> 23))
+    return sign | (((size + 0xFFF + ((size >> 13) & 1)) >> 13) - 0x1C000)
+
+
+@kernel(inner=True)
 def e4m3_of(bits: int) -> int:
     """The float8 e4m3 nearest to a float32 of magnitude at most 448, as bits; ties to even; NaN becomes 0x7F."""
     sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
     if size > 0x7F800000:
         return 0x7F
     if size < 0x3C800000:                                # below 2^-6: steps of 2^-9
-        shift = 141 - (size >> 23)
-        if shift > 24:
-            return sign
-        mantissa = (size & 0x7FFFFF) | 0x800000
-        half = 1 << (shift - 1)
-        whole = mantissa >> shift
-        rest = mantissa & ((1 << shift) - 1)
-        if rest > half or (rest == half and whole & 1):
-            whole += 1
-        return sign | whole
+        return sign | rounded((size & 0x7FFFFF) | 0x800000, 141 - (size >> 23))
     return sign | (((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960)
 
 
@@ -67,10 +80,10 @@ def keep(x: int, n: int, pages: int, scales: int, place: int, kind: int) -> None
             target[i] = source[i]
         return
     bits = carray(u32(x), n)
-    if kind == 1:                                        # bf16
+    if kind == 1 or kind == 3:
         short = carray(u16(pages + 2 * n * place), n)
         for i in range(n):
-            short[i] = bf16_of(np.int64(bits[i]))
+            short[i] = bf16_of(np.int64(bits[i])) if kind == 1 else f16_of(np.int64(bits[i]))
         return
     source = carray(f32(x), n)
     most = np.float32(0)

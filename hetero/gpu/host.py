@@ -20,7 +20,7 @@ from hetero.gpu.ops import KV, Delta, LatentKV, Matrix, Row, Step
 from hetero.gpu.plain import Plain
 from hetero.gpu.tables import scale_of
 
-KV_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
+KV_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
 
 def at(x: Tensor | None) -> int:
@@ -143,7 +143,7 @@ class HostMatrix:
 
     def __init__(self, ops: Host, weight: Tensor, bias: Tensor | None, format: str) -> None:
         self.ops, (self.rows, self.cols) = ops, weight.shape
-        self.linear = Linear(format or KV_NAMES.get(weight.dtype, "f32"), self.rows, self.cols)
+        self.linear = Linear(format or ("bf16" if weight.dtype == torch.bfloat16 else "f32"), self.rows, self.cols)
         if weight.dtype == torch.bfloat16:
             self.linear.put(weight.contiguous().view(torch.uint16).numpy(), "bf16")
         else:

@@ -31,7 +31,7 @@ def model(part: Any) -> spec.Model:
     return spec.Model("test", 64, 100, 1e-6, (spec.Layer(part, ROUTED),), True, {})
 
 
-@pytest.mark.parametrize("kv", ["f32", "bf16", "fp8"])
+@pytest.mark.parametrize("kv", ["f32", "bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("part", PARTS)
 def test_right_kernels_pass(part: str, kv: str, host: Host) -> None:
     checks = list(check_parts(host, model(PARTS[part]), kv, "bf16"))
