@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from cpu_kernels import Act, ExpertLayer, ExpertStore, Team, ceilings, cpu
+from hetero.gpu import visible
 from hetero.memory.cost import Machine
 
 MiB, GiB = 1 << 20, 1 << 30
@@ -45,21 +46,8 @@ def ram_available(root: Path = Path("/")) -> int:
 
 def gpu_trouble(root: Path = Path("/")) -> tuple[str, str] | None:
     """(what is wrong, exact remedy) when an NVIDIA GPU is visible and torch cannot use it; None when it can, or when there is none."""
-    visible = any((root / "dev").glob("nvidia[0-9]*")) or (root / "dev/dxg").exists() or (root / "proc/driver/nvidia/version").exists()
-    if not visible:
-        return None
-    if torch.version.cuda is None:
-        return (f"an NVIDIA GPU is visible, and torch {torch.__version__} is built without CUDA",
-                "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130")
-    if not torch.cuda.is_available():
-        return (f"an NVIDIA GPU is visible, and CUDA {torch.version.cuda} of torch {torch.__version__} does not start",
-                "update the NVIDIA driver (nvidia-smi shows the newest CUDA that it serves), or install a torch built for that CUDA; "
-                "in a container, start it with --gpus all")
-    major, minor = torch.cuda.get_device_capability(0)
-    if not any(arch == f"sm_{major}{minor}" or (arch.startswith("sm_") and arch[3:-1] == str(major)) for arch in torch.cuda.get_arch_list()):
-        return (f"{torch.cuda.get_device_name(0)} has compute capability {major}.{minor}, and torch {torch.__version__} is built for "
-                f"{', '.join(torch.cuda.get_arch_list())}", "install a torch release that still has this capability")
-    return None
+    verdict = visible.judge(visible.gather(root))
+    return (verdict.why, verdict.remedy) if verdict.seen and not verdict.usable else None
 
 
 def this_machine(cache_dir: Path | None = None, device: str = "auto", measure: bool = True) -> Machine:

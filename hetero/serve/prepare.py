@@ -3,6 +3,7 @@
 Everything here may take a while (templates, tokenizing, compiling) and is called off the event loop.
 """
 
+import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -40,8 +41,17 @@ class Texts:
 
 def read_texts(info: Info, format_name: str = "auto", template_file: Path | None = None, merge: frozenset[str] = frozenset()) -> Texts:
     """From the model's folder. Raises BadCheckpoint or BadOption."""
-    tok = tokenizer.read(Path(info.folder))
-    made = template.read(Path(info.folder), tok, template_file)
+    if info.files:
+        config, model, generation = (json.loads(info.files.get(n, "{}")) for n in ("tokenizer_config.json", "config.json", "generation_config.json"))
+        tok = tokenizer.from_json(info.files.get("tokenizer.json", ""), config, model, generation, info.name)
+        named = {"default": config["chat_template"]} if config.get("chat_template") else {}
+        if template_file is not None:
+            made = template.read(Path(info.folder), tok, template_file)
+        else:
+            made = template.try_out(named, info.name, tok) if named else None
+    else:
+        tok = tokenizer.read(Path(info.folder))
+        made = template.read(Path(info.folder), tok, template_file)
     form = formats.named(format_name) if format_name != "auto" else formats.detect(made.text if made else "")
     vocabulary = grammar.Vocabulary(tok, info.vocab)
     return Texts(info, tok, made, form, vocabulary, grammar.Checker(vocabulary, seconds=2.0), merge)

@@ -3,6 +3,7 @@
 Runs in a process of its own (`main`), or in a thread around a scripted engine (tests). The parent's end of the pipe closing ends it.
 """
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -52,6 +53,7 @@ class Info:
     sampling_sources: dict[str, str] = field(default_factory=dict)
     options: tuple[tuple[str, str, str], ...] = ()
     limits: Limits = field(default_factory=Limits)
+    files: dict[str, str] = field(default_factory=dict)     # small files of a model that is one container (GGUF), by name
 
 
 class Engine(Protocol):
@@ -160,8 +162,12 @@ class Worker:
 
 def host_of(model: "LLM") -> Host:
     """A loaded model as the loop takes it."""
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json") if model.source.gguf else ()
+    files = {n: text for n in names if (text := model.source.text(n)) is not None}
+    if files:
+        files["config.json"] = json.dumps(model.source.config)
     info = Info(model.name, str(model.source.folder), model.vocab, model.engine.context, model.sampling, model.sampling_sources,
-                tuple(model.options.rows()), model.engine.limits)
+                tuple(model.options.rows()), model.engine.limits, files)
     return Host(info, model.engine, model.tokenizer, lambda: model.report().record())
 
 
