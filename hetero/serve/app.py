@@ -131,6 +131,16 @@ def make(relay: Relay, settings: Settings) -> FastAPI:
     add_state(app, desk)
     anthropic.add_routes(app, desk)
     responses.add_routes(app, desk)
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        """FastAPI promises a 422 wherever there is a body; here that is a 400."""
+        found = plain()
+        for methods in found["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
+        return found
+    app.openapi = openapi  # type: ignore[method-assign]
     return app
 
 

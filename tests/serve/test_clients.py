@@ -105,3 +105,22 @@ def test_anthropic_tools(stage, ant):
         ant.messages.create(model="demo", max_tokens=50, messages=[{"role": "user", "content": [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}]}])
     with pytest.raises(anthropic.BadRequestError):
         ant.messages.create(model="demo", max_tokens=0, messages=HI)
+
+
+def test_langchain_chats_streams_and_calls(stage):
+    chat = pytest.importorskip("langchain_openai").ChatOpenAI(base_url=f"{stage.url}/v1", api_key="none", model="demo", max_retries=0)
+    assert chat.invoke("hi").content == "Hello there."
+    assert "".join(c.content for c in chat.stream("hi")) == "Hello there."
+    stage.says = CALL
+    assert chat.bind_tools(TOOLS).invoke("hi").tool_calls[0]["args"] == {"city": "Zürich"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_litellm_chats_and_streams(stage):
+    litellm = pytest.importorskip("litellm")
+    asked = {"model": "openai/demo", "api_base": f"{stage.url}/v1", "api_key": "none", "messages": HI}
+    assert litellm.completion(**asked).choices[0].message.content == "Hello there."
+    assert "".join(c.choices[0].delta.content or "" for c in litellm.completion(**asked, stream=True)) == "Hello there."
+    stage.says = CALL
+    assert json.loads(litellm.completion(**asked, tools=TOOLS).choices[0].message.tool_calls[0].function.arguments) == {"city": "Zürich"}
