@@ -115,8 +115,10 @@ class Graphs:
         s.lengths[:n].copy_(step.lengths, non_blocking=True)
         s.pages[:n, :step.pages.shape[1]].copy_(step.pages, non_blocking=True)
         s.slots[:n].copy_(step.slots, non_blocking=True)
+        s.states[:n].copy_(step.states, non_blocking=True)
         if size > n:
             s.slots[n:size].fill_(-1)
+            s.states[n:size].fill_(self.cache.spare)             # a slot that no sequence has
             s.lengths[n:size].fill_(1)
             s.positions[n:size].fill_(0)
             s.pages[n:size, 0].fill_(-1)

@@ -84,9 +84,9 @@ class Cache:
                 groups.setdefault(shapes(layer.attention, page_size), []).append(l)
         self.stacks = tuple(self._stack(tuple(layers), *key) for key, layers in groups.items())
         self.layers: dict[int, KV | LatentKV] = {l: _record(stack, i) for stack in self.stacks for i, l in enumerate(stack.layers)}
-        self.states = {l: _state(layer.attention, rows + marks, self.device) for l, layer in enumerate(model.layers)
+        self.states = {l: _state(layer.attention, rows + marks + 1, self.device) for l, layer in enumerate(model.layers)
                        if isinstance(layer.attention, spec.GatedDeltaNet)}
-        self.rows, self.marks = rows, marks
+        self.rows, self.marks, self.spare = rows, marks, rows + marks
 
     def _stack(self, layers: tuple[int, ...], parts: int, shape: tuple[int, ...], scales: tuple[int, ...]) -> Stack:
         dtype, host, pin = DTYPES[self.kv_dtype], torch.device("cpu"), self.device.type == "cuda" and self.host_pages > 0
@@ -112,7 +112,8 @@ class Cache:
         return self.layers[l]
 
     def state(self, l: int) -> DeltaState:
-        """What sequences keep in layer `l`, one slot per row of the batch; a sequence that begins finds its slot as it was left."""
+        """What sequences keep in layer `l`: a slot per row of the batch, per mark, and one (`spare`) for rows that pad a step. A slot is
+        found as it was left."""
         return self.states[l]
 
     def copy(self, orders: Iterable[Copy | StateCopy]) -> None:

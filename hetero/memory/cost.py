@@ -83,8 +83,6 @@ def decode_terms(model: Model, machine: Machine, pieces: Sequence[Sized], on_gpu
     cold, dram = read * (1 - hits), machine.dram_bytes_s * EXPERT_SHARE
     experts = machine.expert_bytes_s or dram
     dense = sum(n for kind, n in kinds.items() if kind not in ("experts", "embed", "shared"))
-    if model.tied and "head" not in kinds:
-        dense += kinds["embed"]
     shared = kinds.get("shared", 0)
     if not on_gpu:
         return (Term("routed experts", cold / experts, f"{cold / 1e6:.0f} MB / {experts / 1e9:.1f} GB/s"),

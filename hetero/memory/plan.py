@@ -179,7 +179,7 @@ KINDS = {"attn": "attention", "delta": "attention", "router": "router", "mlp": "
 
 
 def _pieces(model: Model, device: str, dense: str, experts: Sequence[str]) -> list[Piece]:
-    """Weights by layer and kind. A tied head in another format than the table is a copy of its own."""
+    """Weights by layer and kind. A tied head is a copy of its own: the table is read by rows, the head by the kernels' tiles."""
     sums: dict[tuple[int | None, str, str, str], list[int]] = {}
 
     def add(layer: int | None, kind: str, where: str, form: str, nbytes: int, parameters: int) -> None:
@@ -196,7 +196,7 @@ def _pieces(model: Model, device: str, dense: str, experts: Sequence[str]) -> li
         assert isinstance(moe, MoE)
         E, each = moe.router.experts, sum(prod(shape) for _, shape in tensors.expert_shapes(model, moe))
         add(l, "experts", "cpu", form, E * expert_nbytes(model, moe, form), E * each)
-    if model.tied and dense not in ("bf16", "f32"):
+    if model.tied:
         add(None, "head", device, *dense_nbytes("head", (model.vocab, model.hidden), device, dense), 0)
     return [Piece(l, kind, where, form, nbytes, parameters) for (l, kind, where, form), (nbytes, parameters) in sums.items()]
 
@@ -257,7 +257,8 @@ def _lay_out(model: Model, machine: Machine, options: Options, arriving: str | S
     ring = RING_SLOTS * min(max(SLOT_BYTES, record), max((f.router.experts for f in _moes(model)), default=0) * record)
     limit, own = (vram, weights + ring + machine.context_bytes) if on_gpu else (ram, weights + arena + PROCESS_BYTES)
     chunk = options.chunk or _chunk(model, batch, limit - own, on_gpu)
-    scratch, states = scratch_nbytes(model, chunk, batch, 2 if on_gpu else 4), 2 * batch * state_nbytes(model)     # as many to go on from
+    scratch = scratch_nbytes(model, chunk, batch, 2 if on_gpu else 4)
+    states = (2 * batch + 1) * state_nbytes(model)       # of running sequences, as many to go on from, and one for rows that pad a step
     ctx, tokens = _kv(model, options, kv_dtype, limit - own - scratch - states)
     kv = tokens * kv_token_nbytes(model, kv_dtype)
     spare = vram - own - scratch - states - kv if on_gpu else 0
