@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import cpu, ffn, lanes, plain, rows
+from . import cpu, ffn, lanes, pack, plain, rows
 from .atoms import add, peek, poke
 from .ffn import peek32, poke32
 from .formats import COLS, ROWS, Format, format_of, padded
@@ -144,13 +144,8 @@ class Linear:
         tag = dtype or {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16"}.get(w.dtype, "")
         if tag not in ("f32", "f16", "bf16"):
             raise TypeError(f"w: dtype {w.dtype} with tag {dtype!r}; float32, float16, or uint16 with dtype=\"bf16\" are taken")
-        block = max(ROWS, (1 << 22) // self.cols // ROWS * ROWS)                  # bounds the scratch
-        for lo in range(0, self.rows, block):
-            part = w[lo:lo + block]
-            values = (part, None) if tag == "bf16" == self.format.name else plain.quantize(self.format, plain.as_f32(part, tag))
-            packed = plain.pack(self.format, *values).reshape(-1)
-            at = self.format.nbytes(lo, self.cols)
-            self.data[at:at + packed.size] = packed
+        if not pack.into(self.format, w, tag, self.data[:self.nbytes]):
+            raise ValueError("w: NaN or infinity in the weights")
 
     def dequantize(self) -> Array:
         """float64 [rows, cols]: what the kernels multiply by."""

@@ -7,6 +7,8 @@ Knows the tiles' bytes as `rows/` documents them; no expert, no thread.
 import functools
 from typing import Any
 
+import numpy as np
+
 from . import lanes
 from .formats import COLS, FORMATS, ROWS, Format
 from .jit import kernel
@@ -209,6 +211,15 @@ def packer(format: str, tag: str) -> Any:
         return bad
 
     return pack_tiles
+
+
+def into(format: Format, w: np.ndarray[Any, Any], tag: str, tiles: np.ndarray[Any, Any]) -> bool:
+    """A float matrix into all of `tiles` (uint8), whose blocks of 16 rows beyond the matrix become zeros. False: it holds NaN or infinity."""
+    if w.strides[1] != w.itemsize:
+        w = np.ascontiguousarray(w)
+    spare = np.empty(SPARE_NBYTES, np.uint8)
+    blocks = tiles.size // format.nbytes(ROWS, w.shape[1])
+    return not packer(format.name, tag)(w.ctypes.data, *w.shape, w.strides[0], tiles.ctypes.data, blocks, spare.ctypes.data)
 
 
 def _widen_first(tag: str) -> Any:

@@ -113,11 +113,7 @@ class ExpertStore:
                                         section.size // self.format.nbytes(ROWS, shape[1]), spare.ctypes.data)
 
     def _pack(self, e: int, name: str, w: Array, tag: str) -> None:
-        if w.strides[1] != w.itemsize:
-            w = np.ascontiguousarray(w)
-        section, spare = self.section(e, name), aligned(pack.SPARE_NBYTES)
-        blocks = section.size // self.format.nbytes(ROWS, w.shape[1])
-        if pack.packer(self.format.name, tag)(w.ctypes.data, *w.shape, w.strides[0], section.ctypes.data, blocks, spare.ctypes.data):
+        if not pack.into(self.format, w, tag, self.section(e, name)):
             raise ValueError(f"{name}: NaN or infinity in the weights of expert {e}")
 
     def dequantize(self, e: int, name: str) -> Array:
