@@ -13,7 +13,8 @@ from .jit import kernel
 from .lanes import Builder, Value, op, plus
 
 PANEL_TILES = 8                                      # 64 columns each: 512 columns of bf16 are 32 KiB, which stay in L1
-PANEL_NBYTES = PANEL_TILES * 4096
+WHOLE_TILES = 12                                     # a row of no more tiles is one panel: its sums are then written once
+PANEL_NBYTES = WHOLE_TILES * 4096
 
 
 # a thread's room: two panels, then scales and inverses of 32 rows now and 32 ahead (int8 only)
@@ -23,6 +24,12 @@ ROOM_NBYTES = INVERSES_AT + 256
 # words of a product's block of arguments
 (W, ROW, WIDE, X, X_STRIDE, BLOCKS, SUMS, ROOM, CURRENT, AHEAD, AHEAD_ROW) = range(11)
 PRODUCT_WORDS = 11
+
+
+@kernel
+def panel_tiles(wide: int) -> int:
+    """Tiles of one panel of a row of `wide` tiles."""
+    return wide if wide <= WHOLE_TILES else PANEL_TILES
 
 
 class Gemm(NamedTuple):
@@ -123,15 +130,16 @@ def gemm(format: str, body: str, amx: bool, bf16: bool) -> Gemm:
         w, row, wide, x, x_stride = peek(block), peek(block + 8), peek(block + 16), peek(block + 24), peek(block + 32)
         blocks, c, room, current = peek(block + 40), peek(block + 48), peek(block + 56), peek(block + 64)
         ahead, ahead_row, inverses = peek(block + 72), peek(block + 80), room + INVERSES_AT
-        count = (wide + PANEL_TILES - 1) // PANEL_TILES
+        most = panel_tiles(wide)
+        count = (wide + most - 1) // most
         for p in range(count):
-            n = min(PANEL_TILES, wide - p * PANEL_TILES)
+            n = min(most, wide - p * most)
             if p + 1 < count:
-                source, source_row, m, iv = w + (p + 1) * PANEL_TILES * size, row, min(PANEL_TILES, wide - (p + 1) * PANEL_TILES), inverses
+                source, source_row, m, iv = w + (p + 1) * most * size, row, min(most, wide - (p + 1) * most), inverses
             else:
-                source, source_row, m, iv = ahead, ahead_row, min(PANEL_TILES, wide), inverses + 128
+                source, source_row, m, iv = ahead, ahead_row, min(most, wide), inverses + 128
             now, then = room + current * PANEL_NBYTES, room + (1 - current) * PANEL_NBYTES
-            b, far = (w + p * PANEL_TILES * size, row) if direct else (now, side)
+            b, far = (w + p * most * size, row) if direct else (now, side)
             for m_block in range(blocks):
                 at = c + m_block * tiles.BLOCK_NBYTES
                 if p == 0:
@@ -144,7 +152,7 @@ def gemm(format: str, body: str, amx: bool, bf16: bool) -> Gemm:
                         part, r = m_block & 1, m_block >> 1
                     elif blocks < 4 and m_block < 2:
                         part, r = 2, m_block
-                sweep(at, x + m_block * x_stride + p * PANEL_TILES * step, b, far, n, part, source + r * source_row, iv + 64 * r, then + r * side, m)
+                sweep(at, x + m_block * x_stride + p * most * step, b, far, n, part, source + r * source_row, iv + 64 * r, then + r * side, m)
                 finish(at)
             if source != 0 and blocks == 1:
                 for k in range(m):

@@ -42,7 +42,6 @@ def op(count: int, emit: Callable[..., Any], gives: bool = False) -> Any:
         4: lambda context, a, b, c, d: (signature, generate),
         5: lambda context, a, b, c, d, e: (signature, generate),
         7: lambda context, a, b, c, d, e, f, g: (signature, generate),
-        8: lambda context, a, b, c, d, e, f, g, h: (signature, generate),
     }
     return intrinsic(shapes[count])
 

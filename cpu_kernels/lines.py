@@ -75,26 +75,30 @@ def _copy_row(b: Builder, source: Value, lines: Value, into: Value) -> None:
         store(b, line, b.add(into, b.shl(loop.index, const(I64, 11))), 0, 64)
 
 
-def _join_rows(b: Builder, sums: Value, rows: Value, tokens: Value, weights: Value, stride: Value, out: Value, width: Value, bias: Value) -> None:
-    """out[tokens[r]] += weights[r] · (sums[r] + bias), 32 columns; rows of `sums` are 128 B apart, of `out` `width` bytes, weights `stride`.
-    Rows of `out` come in no order a prefetcher could guess, so they are asked for in time."""
+def _join_rows(b: Builder, where: Value) -> None:
+    """out[tokens[r]] += weights[r] · (sums[r] + bias), some pieces of 32 columns side by side in `out`, `apart` bytes from each other in `sums`.
+
+    Words at `where`: sums (rows 128 B apart), rows, tokens, weights, their stride, out, its row's bytes, bias, pieces, apart. Rows of `out`
+    come in no order that a prefetcher could guess, so the next but one is asked for in time."""
+    sums, rows, tokens, weights, stride, out, width, bias, pieces, apart = (load(b, where, I64, 8 * i, 8) for i in range(10))
     real = vec(F32, 16)
-    add = [load(b, bias, real, 64 * half, 4) for half in range(2)]
     last = b.sub(rows, const(I64, 1))
 
     def row_of(r: Value) -> Value:
         token = b.sext(load(b, b.add(tokens, b.shl(r, const(I64, 2))), I32, 0, 4), I64)
         return b.add(out, b.mul(token, width))
-    with cgutils.for_range(b, rows) as loop:
-        soon = b.add(loop.index, const(I64, 8))
+    with cgutils.for_range(b, rows) as row:
+        soon = b.add(row.index, const(I64, 2))
         later = row_of(b.select(b.icmp_signed("<", soon, last), soon, last))
-        prefetch(b, later)
-        prefetch(b, later, 64)
-        y, s = row_of(loop.index), b.add(sums, b.shl(loop.index, const(I64, 7)))
-        weight = spread(b, b.add(weights, b.mul(loop.index, stride)), F32, 16)
-        for half in range(2):
-            v = b.fadd(load(b, s, real, 64 * half, 4), add[half])
-            store(b, fma(b, weight, v, load(b, y, real, 64 * half, 4)), y, 64 * half, 4)
+        y, s = row_of(row.index), b.add(sums, b.shl(row.index, const(I64, 7)))
+        weight = spread(b, b.add(weights, b.mul(row.index, stride)), F32, 16)
+        with cgutils.for_range(b, pieces) as piece:
+            column = b.shl(piece.index, const(I64, 7))
+            at, to, add = b.add(s, b.mul(piece.index, apart)), b.add(y, column), b.add(bias, column)
+            for half in (0, 64):
+                prefetch(b, b.add(later, column), half)
+                v = b.fadd(load(b, at, real, half, 4), load(b, add, real, half, 4))
+                store(b, fma(b, weight, v, load(b, to, real, half, 4)), to, half, 4)
 
 
 def _dequantize_rows(b: Builder, sums: Value, rows: Value, scales: Value, columns: Value) -> None:
@@ -103,6 +107,6 @@ def _dequantize_rows(b: Builder, sums: Value, rows: Value, scales: Value, column
         _dequantize(b, b.add(sums, b.shl(loop.index, const(I64, 7))), b.add(scales, b.shl(loop.index, const(I64, 2))), columns)
 
 
-bf16_row, copy_row, join_rows, dequantize_rows = op(3, _bf16_row), op(3, _copy_row), op(8, _join_rows), op(4, _dequantize_rows)
+bf16_row, copy_row, join_rows, dequantize_rows = op(3, _bf16_row), op(3, _copy_row), op(1, _join_rows), op(4, _dequantize_rows)
 bf16_line, greatest, int8_line = op(2, _bf16_line), op(2, _greatest), op(3, _int8_line)
 scale_of, widen_line, zero_line = op(3, _scale_of), op(2, _widen_line), op(1, _zero_line)

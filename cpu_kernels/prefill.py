@@ -17,7 +17,6 @@ from .gemm import (
     BLOCKS,
     CURRENT,
     INVERSES_AT,
-    PANEL_TILES,
     ROOM_NBYTES,
     ROW,
     SCALES_AT,
@@ -26,6 +25,7 @@ from .gemm import (
     X_STRIDE,
     W,
     X,
+    panel_tiles,
 )
 from .gemm import ROOM as PRODUCT_ROOM
 from .jit import kernel
@@ -43,11 +43,12 @@ VALUES_AT = ROOM_NBYTES
 PRODUCT_AT = VALUES_AT + 512
 CALL_AT = PRODUCT_AT + 128
 SUMS_AT = CALL_AT + 128
+MOST_CHUNK = 8                                       # pieces of 32 columns that a task keeps the sums of
 
 
 def room_nbytes(blocks: int) -> int:
     """Scratch of one thread that takes `blocks` blocks of 32 rows at once."""
-    return SUMS_AT + 2 * blocks * BLOCK_NBYTES
+    return SUMS_AT + MOST_CHUNK * blocks * BLOCK_NBYTES
 
 
 @kernel
@@ -151,21 +152,32 @@ def round_hidden(a: int, block: int, values: int, _: int) -> int:
 
 
 @kernel
-def join_columns(a: int, u: int, pair: int, rows: int, column: int, sums: int, values: int) -> None:
-    """Adds up to 32 columns of `rows` results to their tokens' rows of out."""
-    H = word(a, routed.HIDDEN)
+def join_columns(a: int, u: int, pair: int, rows: int, first: int, last: int, blocks: int, room: int) -> None:
+    """Adds columns 32 · first .. 32 · last − 1 of `rows` results to their tokens' rows of out; the sums of 32 columns are together."""
+    H, where, sums = word(a, routed.HIDDEN), room + VALUES_AT, room + SUMS_AT
     e = peek32(word(a, routed.USED) + 4 * u)
-    if column + 32 <= H:
-        weights, stride = word(a, routed.PAIR_WEIGHTS) + 4 * pair, 4
-        if word(a, routed.ON_INPUT):
-            weights, stride = word(a, routed.ONE), 0
-        join_rows(sums, rows, word(a, routed.TOKENS) + 4 * pair, weights, stride, word(a, routed.OUT) + 4 * column, 4 * H,
-                  word(a, routed.BIAS_DOWN) + e * word(a, routed.BIAS_H) + 4 * column)
-        return
-    for r in range(rows):
-        routed.join_row(a, e, pair + r, column // ROWS, sums + 128 * r, values - routed.VALUES)
-        if column + ROWS < H:
-            routed.join_row(a, e, pair + r, column // ROWS + 1, sums + 128 * r + 64, values - routed.VALUES)
+    whole = min(last, H // 32)
+    weights, stride = word(a, routed.PAIR_WEIGHTS) + 4 * pair, 4
+    if word(a, routed.ON_INPUT):
+        weights, stride = word(a, routed.ONE), 0
+    if whole > first:
+        poke(where, sums)
+        poke(where + 8, rows)
+        poke(where + 16, word(a, routed.TOKENS) + 4 * pair)
+        poke(where + 24, weights)
+        poke(where + 32, stride)
+        poke(where + 40, word(a, routed.OUT) + 128 * first)
+        poke(where + 48, 4 * H)
+        poke(where + 56, word(a, routed.BIAS_DOWN) + e * word(a, routed.BIAS_H) + 128 * first)
+        poke(where + 64, whole - first)
+        poke(where + 72, blocks * BLOCK_NBYTES)
+        join_rows(where)
+    for i in range(max(whole, first), last):             # the last columns of a width that is no multiple of 32
+        for r in range(rows):
+            at = sums + (i - first) * blocks * BLOCK_NBYTES + 128 * r
+            routed.join_row(a, e, pair + r, 2 * i, at, where - routed.VALUES)
+            if 32 * i + ROWS < H:
+                routed.join_row(a, e, pair + r, 2 * i + 1, at + 64, where - routed.VALUES)
 
 
 @kernel
@@ -196,7 +208,7 @@ def start_products(a: int, room: int, w: int, row: int, wide: int, x: int, strid
     set_product(room, PRODUCT_ROOM, room)
     set_product(room, CURRENT, 0)
     call(word(a, SCALES), w, row, wide, room, room + CALL_AT)
-    call(word(a, FILL), w, row, min(wide, PANEL_TILES), room, room + CALL_AT)
+    call(word(a, FILL), w, row, panel_tiles(wide), room, room + CALL_AT)
 
 
 @kernel
@@ -274,22 +286,23 @@ def units_of(bf16: bool, gated: bool, kind: str) -> dict[int, Any]:
     def down(a: int, first: int, last: int, room: int) -> int:
         """Columns 32 · first .. of out, over all experts. An odd last row block of the weights stands in for its missing neighbour."""
         H, wide = word(a, routed.HIDDEN), word(a, routed.INTER) // COLS
-        row, c = wide * word(a, routed.TILE), room + SUMS_AT
+        row = wide * word(a, routed.TILE)
         for u in range(word(a, routed.USED_COUNT)):
             base, end = routed.expert(a, u) + word(a, routed.DOWN_AT), block_start(a, u + 1)
             for b in range(block_start(a, u), end, word(a, BLOCKS_AT_ONCE)):
                 blocks = min(end - b, word(a, BLOCKS_AT_ONCE))
                 start_products(a, room, base + 2 * first * row, row if 32 * first + ROWS < H else 0, wide,
                                word(a, HIDDEN_TILES) + b * wide * step, wide * step, blocks)
+                start = first_pair(a, u) + 32 * (b - block_start(a, u))
+                rows = min(first_pair(a, u + 1) - start, 32 * blocks)
                 for i in range(first, last):
                     ahead = base + 2 * (i + 1) * row if i + 1 < last else 0
+                    c = room + SUMS_AT + (i - first) * blocks * BLOCK_NBYTES
                     product(a, room, base + 2 * i * row, row if 32 * i + ROWS < H else 0, c, ahead, row if 32 * (i + 1) + ROWS < H else 0)
-                    start = first_pair(a, u) + 32 * (b - block_start(a, u))
-                    rows = min(first_pair(a, u + 1) - start, 32 * blocks)
                     if not bf16:
                         dequantize_rows(c, rows, word(a, HIDDEN_SCALES) + 128 * b, room + SCALES_AT)
-                    join_columns(a, u, start, rows, 32 * i, c, room + VALUES_AT)
                     turn(room)
+                join_columns(a, u, start, rows, first, last, blocks, room)
         return 0
 
     units = {PACK: pack_bf16 if bf16 else pack_int8, ACTIVATE: activate, GATE_UP: gate_up, DOWN: down}
@@ -325,7 +338,7 @@ def job_of(amx: bool, bf16: bool) -> Any:
 
     @kernel(key=(amx, bf16))
     def job(control: int, tid: int, threads: int, a: int) -> int:
-        room = word(a, ROOM) + tid * (SUMS_AT + 2 * word(a, BLOCKS_AT_ONCE) * BLOCK_NBYTES)
+        room = word(a, ROOM) + tid * (SUMS_AT + MOST_CHUNK * word(a, BLOCKS_AT_ONCE) * BLOCK_NBYTES)
         if tid == 0:
             code = routed.group(a)
             if code != 0:

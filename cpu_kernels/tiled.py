@@ -41,7 +41,7 @@ class Tiled:
         w = self.words
         w[prefill.ROOM], w[prefill.CONFIGURATION], w[prefill.BLOCK_STARTS] = (a.ctypes.data for a in (self.room, self.configuration, self.starts))
         w[prefill.BLOCKS_AT_ONCE] = BLOCKS_AT_ONCE
-        w[prefill.HIDDEN_CHUNK] = max(1, min(8, padded(store.hidden, 32) // 32 // (4 * team.threads)))
+        w[prefill.HIDDEN_CHUNK] = max(2, min(prefill.MOST_CHUNK, padded(store.hidden, 32) // 32 // (4 * team.threads)))
         kernels = gemm.gemm(store.format.name, body, amx, not fast)
         units = prefill.units_of(not fast, store.gated, kind)
         units = units | {prefill.MULTIPLY: kernels.multiply, prefill.FILL: kernels.fill, prefill.SCALES: kernels.scales}
