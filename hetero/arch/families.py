@@ -276,7 +276,7 @@ def read(config: dict[str, Any]) -> Model:
         return replace(found, names=under(under(found.names, "model.", inside), "lm_head", head))
     if name in BRIDGED:
         raise UnsupportedModel(f"config key architectures = {name!r} has no native row",
-                               "it runs through the bridge: transformers' code, our experts")
+                               "it is one for the bridge (transformers' code, our experts), which this version does not have")
     if name not in FAMILIES:
         stems = {known.split("For")[0]: known for known in (*FAMILIES, *TEXT_PARTS)}
         near = [stems[stem] for stem in get_close_matches(name.split("For")[0], stems, 1, 0.6)]
