@@ -34,7 +34,7 @@ from hetero.text import template, tokenizer
 from hetero.text.reply import Answer, Chunk, Reply, collect, sampling_defaults, watcher
 from hetero.weights.checkpoint import Checkpoint
 from hetero.weights.dummy import Dummy
-from hetero.weights.source import Source, open_source
+from hetero.weights.source import EMBEDDED, Source, open_source
 
 Messages = Sequence[dict[str, Any]]
 Prompt = str | Sequence[int] | Messages
@@ -52,12 +52,13 @@ class LLM:
             raise BadOption("options were given both whole and as keywords", "give one of them")
         self.options = options or settings.resolve(values, given_as="argument")
         began = time.perf_counter()
-        self.source: Source = open_source(path_or_name, partial(fetch, offline=self.options.offline, progress=progress))
+        real = self.options.load_format != "dummy"
+        self.source: Source = open_source(path_or_name, partial(fetch, offline=self.options.offline, progress=progress, weights=real), real)
         self.name = self.source.name
         self.model = read_model(self.source, self.options)
-        self.tokenizer, self.template = read_text(self.source)
+        self.tokenizer, self.template = read_text(self.source, real)
         self.sampling, self.sampling_sources = sampling_defaults(self.source.json("generation_config.json") or {})
-        self.weights = Dummy(self.model) if self.options.load_format == "dummy" else Checkpoint(self.source, self.model)
+        self.weights = Checkpoint(self.source, self.model) if real else Dummy(self.model)
         if self.options.device != "cpu" and (trouble := machines.gpu_trouble()):
             raise UnusableHardware(trouble[0], f"{trouble[1]}; or --device cpu")
         self.machine = machines.this_machine(self.options.cache_dir, self.options.device)
@@ -171,7 +172,9 @@ class LLM:
         facts = {"machine": f"{machine.name}, {machine.cores} cores, {self.isa}", "team": f"{self.team.threads} threads on cores {self.team.cores}"
                  + (", shared with another process" if self.team.shared else ""),
                  "experts": f"from {filled.by} in {filled.seconds:.1f} s: {'; '.join(kept)}",
-                 "expert memory": f"{filled.nbytes / 2**20:.0f} MiB, {filled.huge}", "KV": f"{self.plan.kv_tokens} tokens in {self.plan.kv_dtype}",
+                 "expert memory": f"{filled.nbytes / 2**20:.0f} MiB, {filled.huge}",
+                 **({"packed cache": f"not written: {filled.cache_note}"} if filled.cache_note else {}),
+                 "KV": f"{self.plan.kv_tokens} tokens in {self.plan.kv_dtype}",
                  "planned": f"{self.plan.ram_bytes / 2**20:.0f} MiB, decode {self.plan.decode_tok_s:.0f} tok/s", "loaded in": f"{self.load_s:.1f} s",
                  **self.placed.facts,
                  **({"notes": "; ".join(self.source.notes)} if self.source.notes else {})}
@@ -193,10 +196,10 @@ class LLM:
         self.close()
 
 
-def fetch(name: str, offline: bool, progress: Progress) -> Path:
+def fetch(name: str, offline: bool, progress: Progress, weights: bool = True) -> Path:
     """The folder of a hub name. The hub's library takes a third of a second to import, so only those pay who need it."""
     from hetero.weights import hub
-    return hub.fetch(name, offline, progress=progress)
+    return hub.fetch(name, offline, progress=progress, weights=weights)
 
 
 def each(prompts: Any) -> list[Any]:
@@ -209,11 +212,12 @@ def read_model(source: Source, options: Options) -> Model:
     return source.spec().first(options.layers)
 
 
-def read_text(source: Source) -> tuple[tokenizer.Tokenizer, template.Template | None]:
-    """The tokenizer and the chat template, from the folder's files or from inside the container."""
+def read_text(source: Source, real: bool) -> tuple[tokenizer.Tokenizer, template.Template | None]:
+    """The tokenizer and the chat template, from the folder's files or from inside the container. Dummy weights make do with the embedded model's."""
     if not source.gguf:
-        found = tokenizer.read(source.folder)
-        return found, template.read(source.folder, found)
+        folder = source.folder if real or (source.folder / "tokenizer.json").is_file() else EMBEDDED
+        found = tokenizer.read(folder)
+        return found, template.read(folder, found)
     config = source.json("tokenizer_config.json") or {}
     found = tokenizer.from_json(source.text("tokenizer.json") or "", config, source.config, source.json("generation_config.json") or {}, source.name)
     text = config.get("chat_template")

@@ -27,6 +27,9 @@ class Huge:
     advice: str                          # "collapse" | "hugepage" | "none"
     note: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.nbytes / 2**20:.0f} MiB of it in huge pages ({self.advice}{'; ' if self.note else ''}{self.note})"
+
 
 class Arena:
     """`nbytes` of zeroed memory at a multiple of 2 MiB, not yet backed by pages. `view` gives ranges of it; they keep it alive."""

@@ -140,7 +140,10 @@ def fill(bank: Bank, weights: Weights, threads: int, progress: Progress) -> dict
 
     def one(job: tuple[int, int]) -> int:
         l, e = job
-        kept = put(bank.stores[l], e, weights.expert(l, e))
+        try:
+            kept = put(bank.stores[l], e, weights.expert(l, e))
+        except ValueError as damage:
+            raise BadCheckpoint(f"layer {l}: {damage}", "the weights are damaged: fetch the model again") from damage
         if e == 0:
             error = difference(bank.stores[l], e, weights.expert(l, e))
             origins[l] = Origin(weights.expert_format(l), bank.formats[l], kept, error)
@@ -180,7 +183,8 @@ def packing_threads(bank: Bank, weights: Weights, threads: int) -> int:
 
 
 def put(store: ExpertStore, e: int, weights: ExpertWeights) -> bool:
-    """One expert into its record. True when every matrix was kept exactly, or with only its scales rounded to the format's type."""
+    """One expert into its record. True when every matrix was kept exactly, or with only its scales rounded to the format's type.
+    Raises ValueError for NaN or infinity."""
     given = {name: w for name, w in (("gate", weights.gate), ("up", weights.up), ("down", weights.down)) if w is not None}
     exact = {name: kept for name, w in given.items() if (kept := keep(store.format.name, w)) is not None}
     if len(exact) < len(given):
@@ -189,10 +193,7 @@ def put(store: ExpertStore, e: int, weights: ExpertWeights) -> bool:
         if len(tags) > 1:
             floats = {name: Floats("f32", to_f32(w.data, TAGS[w.tag])) for name, w in floats.items()}
         gate = floats.get("gate")
-        try:
-            store.put(e, None if gate is None else gate.data, floats["up"].data, floats["down"].data, tags.pop() if len(tags) == 1 else "f32")
-        except ValueError as error:
-            raise BadCheckpoint(f"expert {e}: {error}", "the weights are damaged: fetch the model again") from error
+        store.put(e, None if gate is None else gate.data, floats["up"].data, floats["down"].data, tags.pop() if len(tags) == 1 else "f32")
     for name, (codes, scales) in exact.items():
         store.put_exact(e, name, codes, scales)
     return len(exact) == len(given)

@@ -37,9 +37,10 @@ def split_name(name: str) -> tuple[str, str | None, str | None]:
     return name, revision or None, quant or None
 
 
-def fetch(name: str, offline: bool = False, cache_dir: Path | None = None, endpoint: str | None = None, progress: Progress = lambda *_: None) -> Path:
-    """The folder (or the GGUF file) of a hub model, downloaded if need be. Without a network a whole cached copy serves. Raises DownloadFailed or
-    UnsupportedModel."""
+def fetch(name: str, offline: bool = False, cache_dir: Path | None = None, endpoint: str | None = None, progress: Progress = lambda *_: None,
+          weights: bool = True) -> Path:
+    """The folder (or the GGUF file) of a hub model, downloaded if need be. Without a network a whole cached copy serves. `weights` False: only
+    config and tokenizer. Raises DownloadFailed or UnsupportedModel."""
     repo, revision, quant = split_name(name)
     cache = Path(cache_dir or constants.HF_HUB_CACHE)
     try:
@@ -52,7 +53,7 @@ def fetch(name: str, offline: bool = False, cache_dir: Path | None = None, endpo
         except Unreachable as e:
             return cached(repo, revision, quant, cache, f"{endpoint or constants.ENDPOINT} cannot be reached ({e})")
         sizes = {s.rfilename: s.size or 0 for s in info.siblings or []}
-        wanted = choose(name, list(sizes), quant)
+        wanted = choose(name, list(sizes), quant) if weights else [n for n in sizes if n in SIDE_FILES]
         blobs = cache / repo_folder_name(repo_id=repo, repo_type="model") / "blobs"
         total = sum(sizes[n] for n in wanted)
         check_room(name, cache, total - bytes_in(blobs))

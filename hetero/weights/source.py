@@ -79,15 +79,17 @@ def read_config(path: Path) -> dict[str, Any]:
         raise BadCheckpoint(f"{path}: {e.strerror if isinstance(e, OSError) else e}", "a model's folder holds its config.json") from e
 
 
-def open_folder(folder: Path, name: str | None = None) -> Source:
+def open_folder(folder: Path, name: str | None = None, weights: bool = True) -> Source:
     """A folder of config.json and safetensors (single, or sharded by index), or of one GGUF model. Strays that no index names are ignored with a
-    note."""
+    note. `weights` False: what there is of them is not looked at."""
     models = {str(gguf.parts_of(p)[0]) for p in folder.glob("*.gguf") if "mmproj" not in p.name}
     if len(models) == 1 and not any(folder.glob("*.safetensors")):
         return open_gguf(Path(models.pop()), name)
     if models and not (folder / "config.json").exists():
         raise BadCheckpoint(f"{folder}: {len(models)} GGUF models", "give the path of one file")
     config = read_config(folder)
+    if not weights:
+        return Source(name or str(folder), folder if folder.is_dir() else folder.parent, config, ())
     index_path = folder / "model.safetensors.index.json"
     present = sorted(p.name for p in folder.glob("*.safetensors"))
     notes: list[str] = []
@@ -187,14 +189,15 @@ def read_tensors(source: Source) -> dict[str, Stored]:
 
 
 
-def open_source(name: str | Path | None, fetch: Callable[[str], Path] | None = None) -> Source:
+def open_source(name: str | Path | None, fetch: Callable[[str], Path] | None = None, weights: bool = True) -> Source:
     """The model behind a path, a hub name, or None for the embedded model. `fetch` brings the folder of a hub name (see hub.fetch); without it
-    only local paths are understood. Raises BadCheckpoint, DownloadFailed or UnsupportedModel."""
+    only local paths are understood. `weights` False: a bare config.json, or a folder with one, is enough. Raises BadCheckpoint,
+    DownloadFailed or UnsupportedModel."""
     if name is None:
         return replace(open_folder(EMBEDDED, "the embedded model"), embedded=True)
     path = Path(name).expanduser()
-    if path.is_dir():
-        return open_folder(path, str(name))
+    if path.is_dir() or (path.is_file() and not weights and path.suffix == ".json"):
+        return open_folder(path, str(name), weights)
     if path.is_file():
         if path.suffix == ".gguf":
             return open_gguf(path, str(name))
@@ -204,4 +207,4 @@ def open_source(name: str | Path | None, fetch: Callable[[str], Path] | None = N
     if fetch is None or not HUB_NAME.match(str(name)):
         raise BadCheckpoint(f"{name}: no such folder", "a path to a folder or a GGUF file, or a hub name like Qwen/Qwen3-30B-A3B")
     found = fetch(str(name))
-    return open_gguf(found, str(name)) if found.is_file() else open_folder(found, str(name))
+    return open_gguf(found, str(name)) if found.is_file() else open_folder(found, str(name), weights)

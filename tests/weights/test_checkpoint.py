@@ -248,3 +248,12 @@ def test_folders_that_hold_no_model_say_what_is_missing(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(BadCheckpoint, match="not JSON"):
         open_folder(tmp_path)
+
+
+def test_dummy_weights_need_only_a_config(tiny, tmp_path):
+    (tmp_path / "config.json").write_text((tiny("qwen3_moe") / "config.json").read_text())
+    for path in (tmp_path, tmp_path / "config.json"):
+        source = open_source(path, weights=False)
+        assert source.spec().hidden == 64 and source.weights == ()
+    with pytest.raises(BadCheckpoint, match="no safetensors file"):
+        open_source(tmp_path)
