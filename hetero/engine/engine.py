@@ -7,6 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Row
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from hetero.engine.admission import validate
 from hetero.engine.runner import Decoder, Runner
 from hetero.engine.sampling import Choice, Draw, Tally, choose, score
 from hetero.engine.scheduler import Limits, Pace, Scheduler, Sequence, Work
-from hetero.errors import BadRequest, EngineFailed
+from hetero.errors import BadRequest, EngineFailed, HeteroError
 from hetero.gpu.ops import Step
 from hetero.memory.cache import Cache
 from hetero.memory.pages import Pages, Table
@@ -88,6 +89,7 @@ class Engine:
         self.live: dict[str, Live] = {}
         self.ready: list[Output] = []                      # outputs that no step brought: aborts
         self.failure: EngineFailed | None = None
+        self.torn = False                                  # the last step was interrupted: states have moved, counts have not
         self.arrivals, self.seeds = 0, seed
         self.count = Stats(pages=cache.pages, host_pages=cache.host_pages)
 
@@ -138,19 +140,25 @@ class Engine:
             raise self.failure
         outputs, self.ready = self.ready, []
         began = time.monotonic()
+        if self.torn and self.cache.states:
+            self.scheduler.restart(began)
         work = self.scheduler.pick(began)
         if not work:
             if not self.scheduler.running:
                 self.scheduler.check()
             return outputs
-        copies = self.pages.orders()
-        self.cache.copy(copies)
+        copies = len(self.pages.pending)
+        while self.pages.pending:                          # one by one: an interrupt loses none, and one alone may run twice
+            self.cache.copy([self.pages.pending[0]])
+            self.pages.pending.popleft()
+        self.torn = True
         try:
             step, logits = self.runner.run(work)
             outputs += self._accept(work, step, logits)
         except EngineFailed as failure:
             return outputs + self._fail(failure)
-        self._measure(work, time.monotonic() - began, len(copies))
+        self.torn = False
+        self._measure(work, time.monotonic() - began, copies)
         return outputs
 
     def stats(self) -> Stats:
@@ -190,7 +198,7 @@ class Engine:
                 self.scheduler.advance(w)
         for (w, _), choice in zip(picked, choices, strict=True):
             if choice.fault == "mask":
-                outputs.append(self._end(w.sequence, (), "error", error="the constraint allows no token here"))
+                outputs.append(self._end(w.sequence, (), "error", error=w.sequence.trouble or "the constraint allows no token here"))
             elif choice.fault is None:
                 outputs.append(self._advance(w.sequence, choice))
         return outputs
@@ -204,7 +212,17 @@ class Engine:
     def _draw(self, sequence: Sequence) -> Draw:
         sampling, early = sequence.request.sampling, sequence.generated < sequence.request.sampling.min_tokens
         return Draw(sampling, sequence.seed, sequence.generated, sequence.index, self.live[sequence.request.id].tallies.get(sequence.index),
-                    tuple(self.eos.union(sampling.stop_ids)) if early else (), sequence.mask.allowed() if sequence.mask is not None else None)
+                    tuple(self.eos.union(sampling.stop_ids)) if early else (), self._allowed(sequence))
+
+    def _allowed(self, sequence: Sequence) -> Row[int] | None:
+        """The request's mask; nothing at all when the mask fails, which ends that request alone."""
+        if sequence.mask is None:
+            return None
+        try:
+            return sequence.mask.allowed()
+        except HeteroError as error:
+            sequence.trouble = error.message
+            return [0] * -(-self.vocab // 32)
 
     def _score(self, w: Work, logits: Tensor) -> bool:
         """Adds the log-probabilities of the prompt tokens that follow the work's rows; False when the logits are not finite."""
@@ -232,9 +250,12 @@ class Engine:
         sequence.append(token)
         if sequence.index in live.tallies:
             live.tallies[sequence.index].add(token)
-        stop = sequence.watcher is not None and sequence.watcher.see(token)
-        if sequence.mask is not None:
-            sequence.mask.accept(token)
+        try:
+            stop = sequence.watcher is not None and sequence.watcher.see(token)
+            if sequence.mask is not None:
+                sequence.mask.accept(token)
+        except HeteroError as error:
+            return self._end(sequence, (token,), "error", choice.logprob, error.message)
         stop = stop or token in sampling.stop_ids or (token in self.eos and not sampling.ignore_eos)
         full = sequence.length >= self.context or (sampling.max_tokens is not None and sequence.generated >= sampling.max_tokens)
         finish = "stop" if stop else "length" if full else None

@@ -52,6 +52,7 @@ class Sequence:
     admitted: bool = False               # has run before: cached_tokens stays that of the first time
     prompt_scores: list[TokenLogprob | None] = field(default_factory=list)
     urgent: bool = False                 # has waited beyond patience
+    trouble: str | None = None           # what its mask or watcher failed with
 
     @property
     def prompt_length(self) -> int:
@@ -162,6 +163,11 @@ class Scheduler:
                 return False
         return True
 
+    def restart(self, now: float) -> None:
+        """Every running sequence is computed again: what a step left behind is not known."""
+        for sequence in list(self.running):
+            self._preempt(sequence, now)
+
     def pick(self, now: float) -> list[Work]:
         """The next step: empty when there is nothing to run. Every running sequence that decodes gets its token, before any prompt does."""
         self._age(now)
@@ -179,6 +185,8 @@ class Scheduler:
             if admitted is None:
                 break
             left = self._chunk(work, admitted, decodes, left, now)
+            if admitted.row < 0:                           # it had to give way at once
+                break
         return [w for w in work if w.sequence.row >= 0]
 
     def _age(self, now: float) -> None:

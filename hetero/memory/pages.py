@@ -7,10 +7,10 @@ its owner's step succeeded (`commit`); the index is keyed by a chain of BLAKE2b 
 Models that keep a state per sequence can only go on from a place where the state was kept: a mark, one of `marks` state slots tied to an indexed
 page. Each sequence keeps the mark of its prompt's last full page, and a second one that moves along with it.
 
-Copies between tiers, and of states, are returned as data (`orders`) and must run in their order, before the next step writes anything.
+Copies between tiers, and of states, are data (`pending`): whoever owns the memory runs and removes them, in order, before the next step writes.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -99,7 +99,7 @@ class Pages:
         self.host_free = list(range(host_count - 1, -1, -1))
         self.host_used: OrderedDict[int, Entry] = OrderedDict()    # host pages, oldest first
         self.ghosts: OrderedDict[bytes, None] = OrderedDict()
-        self.pending: list[Copy | StateCopy] = []
+        self.pending: deque[Copy | StateCopy] = deque()
 
     @property
     def available(self) -> int:
@@ -114,11 +114,6 @@ class Pages:
         """Most pages a sequence of `tokens` holds at once when it is written `chunk` tokens at a time."""
         whole = -(-tokens // self.page_size)
         return whole if self.window is None else min(whole, -(-(self.window + chunk) // self.page_size) + 1)
-
-    def orders(self) -> list[Copy | StateCopy]:
-        """Copies to run, in order, before the next step; they are handed out once."""
-        due, self.pending = self.pending, []
-        return due
 
     def _chain(self, table: Table, tokens: np.ndarray, full: int) -> None:
         """Extends `table.digests` to `full` pages of `tokens` (int32)."""

@@ -9,7 +9,7 @@ import torch
 
 from hetero.engine.scheduler import Limits, Pace
 from hetero.engine.scripted import Script, ScriptedEngine
-from hetero.errors import BadRequest, ContextExceeded, EngineFailed
+from hetero.errors import BadRequest, ContextExceeded, EngineFailed, HeteroError
 from hetero.request import Request, Sampling
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -268,6 +268,46 @@ def test_a_mask_that_allows_nothing_is_an_error_of_that_request():
     engine.add(Request("b", prompt(9), WARM))
     outputs = fake.run(engine)
     assert outputs[("a", 0)][-1].finish == "error" and outputs[("b", 0)][-1].finish == "length"
+
+
+@pytest.mark.parametrize("place", ["allowed", "accept", "see"])
+def test_a_mask_or_watcher_that_fails_ends_its_own_request(place):
+    class Failing(OnlyEven):
+        def fail(self, *_):
+            raise HeteroError("the grammar took too long")
+
+        def see(self, token):
+            return False
+    failing = Failing()
+    setattr(failing, place, failing.fail)
+    engine = fake.engine()
+    engine.add(Request("a", prompt(9), WARM, mask=failing, watcher=failing))
+    engine.add(Request("b", prompt(9, 2), WARM))
+    outputs = fake.run(engine)
+    assert outputs[("a", 0)][-1].finish == "error" and outputs[("a", 0)][-1].error == "the grammar took too long"
+    assert fake.tokens(outputs[("b", 0)]) == solo(Request("b", prompt(9, 2), WARM))[("b", 0)]
+
+
+@pytest.mark.parametrize("marks", [None, 2])
+def test_an_interrupted_step_is_made_again(marks):
+    want = solo(Request("a", prompt(21), WARM), marks=marks)[("a", 0)]
+    engine = fake.engine(marks=marks)
+    whole, seen = engine._accept, []
+
+    def interrupted(*args):
+        seen.append(1)
+        if len(seen) in (2, 5):
+            raise KeyboardInterrupt
+        return whole(*args)
+    engine._accept = interrupted
+    engine.add(Request("a", prompt(21), WARM))
+    told = []
+    while not engine.idle:
+        try:
+            told += [t for o in engine.step() for t in o.tokens]
+        except KeyboardInterrupt:
+            engine.scheduler.check()
+    assert told == want
 
 
 @pytest.mark.parametrize(("param", "change"), [

@@ -11,6 +11,12 @@ from hetero.memory.pages import Copy, Pages, Table
 SIZE = 4
 
 
+def drain(pages):
+    orders = list(pages.pending)
+    pages.pending.clear()
+    return orders
+
+
 class Schedules(RuleBasedStateMachine):
     """Sequences over a small alphabet, so that prefixes are often shared; `device` and `host` hold, per page, the prefix it was written with."""
 
@@ -23,7 +29,7 @@ class Schedules(RuleBasedStateMachine):
         self.tables, self.salts = [], 0
 
     def copy(self):
-        for order in self.pages.orders():
+        for order in drain(self.pages):
             if order.to_host:
                 self.host[order.target] = self.device[order.source]
             else:
@@ -128,13 +134,13 @@ def test_an_evicted_page_is_copied_out_once_and_back_on_a_hit():
     pages.close(first)
     other = Table()
     pages.extend(other, 8)
-    assert pages.orders() == [Copy(True, held[1], 0), Copy(True, held[0], 1)]
+    assert drain(pages) == [Copy(True, held[1], 0), Copy(True, held[0], 1)]
     pages.close(other)
     again = filled(pages, range(8))
-    assert sorted(pages.orders(), key=lambda o: o.source) == [Copy(False, 0, again.pages[1]), Copy(False, 1, again.pages[0])]
+    assert sorted(drain(pages), key=lambda o: o.source) == [Copy(False, 0, again.pages[1]), Copy(False, 1, again.pages[0])]
     pages.close(again)
     pages.extend(Table(), 8)
-    assert pages.orders() == [], "the host still has them"
+    assert drain(pages) == [], "the host still has them"
 
 
 def test_a_digest_that_collides_is_no_hit():
