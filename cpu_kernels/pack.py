@@ -88,10 +88,11 @@ def _largest(b: Builder, x: list[Value]) -> tuple[Value, Value, Value]:
 def _emit_int4(b: Builder, source: Value, scale_at: Value, codes_at: Value) -> Value:
     """32 float32 -> fp16 scale, 32 codes 0..15."""
     x = [load(b, source, _R, 32 * i, 4) for i in range(4)]
-    m, _, bad = _largest(b, x)
-    high = _reduce(b, "fmax", functools.reduce(lambda u, v: lanes.most(b, u, v), x))
+    m, bits, bad = _largest(b, x)
+    signed = [b.bitcast(v, _W) for v in x]           # as integers, floats above 0 have their order and those below are negative
+    high = _reduce(b, "smax", functools.reduce(lambda u, v: b.select(b.icmp_signed(">", u, v), u, v), signed))
     usable = b.and_(b.fcmp_ordered(">", m, const(F32, TINY)), b.icmp_signed("==", bad, const(I64, 0)))
-    top = b.select(b.fcmp_ordered("==", high, m), m, b.fneg(m))
+    top = b.select(b.icmp_signed("==", high, bits), m, b.fneg(m))
     inverse = b.select(usable, b.fdiv(const(F32, 1.0), b.select(usable, top, const(F32, 1.0))), const(F32, 0.0))
     x = [b.select(splat(b, usable, 8), v, const(_R, 0.0)) for v in x]
 
@@ -113,7 +114,8 @@ def _emit_int4(b: Builder, source: Value, scale_at: Value, codes_at: Value) -> V
     xq, qq = _sums8(b, products), _sums8(b, squares)
     safe = lanes.most(b, qq, const(_R, 1.0))
     gain = b.fdiv(b.fmul(xq, xq), safe)
-    best = b.fcmp_ordered(">=", gain, splat(b, _reduce(b, "fmax", gain), 8))
+    rank = b.bitcast(gain, _W)                       # never negative
+    best = b.icmp_signed(">=", rank, splat(b, _reduce(b, "smax", rank), 8))
     lane = _reduce(b, "umin", b.select(best, ir_indices(list(range(8))), const(_W, 7)))
     table = lanes.ir.Constant(_R, list(CANDIDATES))
     factor = b.fmul(inverse, b.extract_element(table, lane))
