@@ -167,7 +167,8 @@ def _take_floats(first: int, second: int, block: int, group: int) -> int:
     return 0
 
 
-WALKS = {"APART1": (1, 1), "APART2": (2, 1), "APART4": (4, 1), "TOGETHER2": (1, 2), "TOGETHER4": (1, 4), "TOGETHER8": (1, 8)}
+WALKS = {"APART1": (1, 1), "APART2": (2, 1), "APART4": (4, 1), "TOGETHER2": (1, 2), "TOGETHER4": (1, 4), "TOGETHER8": (1, 8),
+         "PAIRS": (2, 2)}
 
 
 def walks(format: str, body: str, exact: bool, width: int) -> dict[str, int]:

@@ -18,8 +18,8 @@ PULL_NBYTES = 192 << 10                              # of the own rows of down, 
 # words of a job's arguments; I is padded to 64, tiles and rows are those of H and I
 (INPUTS, IDS, WEIGHTS, OUT, COUNT, TOP_K, BF16, HIDDEN, INTER, EXPERTS, BASE, RECORD, UP_AT, DOWN_AT, TILE, KIND, GATED, PARAMS, BIAS_GATE, BIAS_UP,
  BIAS_DOWN, BIAS_I, BIAS_H, ON_INPUT, ACTS, HID, COUNTS, USED, STARTS, TOKENS, PAIR_WEIGHTS, SPARE, USED_COUNT,
- STEP, ONE, WIDTH, TAKE, APART1, APART2, APART4, TOGETHER1, TOGETHER2, TOGETHER4, TOGETHER8) = range(44)
-WORDS = 44
+ STEP, ONE, WIDTH, TAKE, APART1, APART2, APART4, TOGETHER1, TOGETHER2, TOGETHER4, TOGETHER8, PAIRS) = range(45)
+WORDS = 45
 # a thread's own memory: streams and next streams, activations' addresses, sums of 4 streams × 8 tokens × 16 rows, 32 float32
 AIM, XS, SUMS, VALUES, SPARE_NBYTES = 0, 64, 128, 128 + 2048, 128 + 2048 + 128
 _walk, _take = lanes.invoke(4), lanes.invoke(4)
@@ -178,10 +178,13 @@ def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
     for c in range(start, end, most):
         m = min(end - c, most)
         for t in range(MOST_TOKENS):
-            poke(spare + XS + 8 * t, word(a, ACTS) + peek32(word(a, TOKENS) + 4 * (c + min(t, m - 1))) * tiles * step)
+            poke(spare + XS + 8 * t, word(a, ACTS) + peek32(word(a, TOKENS) + 4 * (c + t % m)) * tiles * step)
         width = width_of(m)
         if m == 1:
             walk(a, APART1, streams, spare + AIM, spare, spare + SUMS, tiles)
+        elif m == 2:
+            for s in range(0, streams, 2):
+                _walk(word(a, PAIRS), spare + AIM + 8 * s, spare + XS, spare + SUMS + 128 * s, tiles)
         else:
             for s in range(streams):
                 walk(a, TOGETHER1, m, spare + AIM + 8 * s, spare, spare + SUMS + 64 * width * s, tiles)
@@ -217,7 +220,7 @@ def down_together(a: int, u: int, r: int, spare: int) -> None:
     for c in range(start, end, most):
         m = min(end - c, most)
         for t in range(MOST_TOKENS):
-            poke(spare + XS + 8 * t, word(a, HID) + (c + min(t, m - 1)) * stride)
+            poke(spare + XS + 8 * t, word(a, HID) + (c + t % m) * stride)
         walk(a, TOGETHER1, m, spare + AIM, spare, spare + SUMS, word(a, INTER) // COLS)
         for t in range(m):
             join_row(a, e, c + t, r, spare + SUMS + 64 * t, spare)

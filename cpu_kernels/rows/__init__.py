@@ -1,7 +1,7 @@
 """One file per family of weight formats: the bytes of its 16 × 64 tile, and how a tile is multiplied. Knows no expert and no thread.
 
-`walk` is the loop that all kernels are made of: several streams of tiles (row blocks of one matrix, or of several experts) times one token
-each, or one stream times 2..8 tokens; the streams are prefetched, and the next task's after them.
+`walk` is the loop that all kernels are made of: several streams of tiles (row blocks of one matrix, or of several experts) times one or
+more tokens each, eight in all; the streams are prefetched, and the next task's after them.
 """
 import functools
 from typing import Any
@@ -31,7 +31,7 @@ def walk(format: str, body: str, exact: bool, streams: int, tokens: int) -> int:
     """Address of a kernel walk(where, acts, sums, tiles): sums[stream][token][16 rows] := Σ over `tiles` tiles of tile × activation.
 
     where: addresses of the streams' first tiles, and at NEXT_AT of those of the task that comes after this one; acts: addresses of
-    activations, `tokens` for one stream or one per stream for one token each; sums: float32. A token's sum is the same bits for any
+    activations, `tokens` per stream; sums: float32. A token's sum is the same bits for any
     number of streams and tokens.
     """
     run = op(4, emitter(FORMATS[format], body, exact, streams, tokens))
@@ -46,7 +46,6 @@ def walk(format: str, body: str, exact: bool, streams: int, tokens: int) -> int:
 
 def emitter(format: Format, body: str, exact: bool, streams: int, tokens: int) -> Any:
     """The code of `walk`."""
-    assert streams == 1 or tokens == 1
     size, step, n = format.tile_nbytes, block_nbytes(format, exact), WIDTHS[body]
     ahead = max(1, (AHEAD_NBYTES if n == 16 else AHEAD_NARROW_NBYTES) // size)
     tile = floating.tile if is_float(format, exact) else integer.tile
