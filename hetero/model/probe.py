@@ -39,10 +39,10 @@ def prove(team: Team, device: torch.device, dtype: torch.dtype, hidden: int, top
 class Echo:
     """A few layers of one token; what is sent depends on the round and the layer, and is exact in bfloat16."""
 
-    def __init__(self, kind: str, team: Team, device: torch.device, dtype: torch.dtype, hidden: int, top_k: int) -> None:
+    def __init__(self, kind: str, team: Team, device: torch.device, dtype: torch.dtype, hidden: int, top_k: int, deadline_s: float = 2.0) -> None:
         hidden -= hidden % 4
         self.copies = [np.zeros(top_k + top_k % 2, np.int32) for _ in range(LAYERS)]
-        self.h = Handoff(self.jobs, LAYERS, team, hidden, len(self.copies[0]), 1, device, dtype, kind)
+        self.h = Handoff(self.jobs, LAYERS, team, hidden, len(self.copies[0]), 1, device, dtype, kind, deadline_s)
         self.columns = torch.arange(hidden, dtype=torch.int32, device=device)
         self.round = torch.zeros(1, dtype=torch.int32, device=device)
         self.weights = torch.ones(1, len(self.copies[0]), device=device)
@@ -63,8 +63,8 @@ class Echo:
         self.round += 1
         self.h.close_step()
 
-    def run(self) -> float:
-        """Seconds per layer. Raises UnusableHardware when a round came back wrong, EngineFailed when one did not come back."""
+    def capture(self) -> torch.cuda.CUDAGraph:
+        """The rounds as a graph, its kernels warm."""
         h, stream = self.h, torch.cuda.Stream(self.h.device)
         h.ready(1)
         h.live.fill_(1)
@@ -75,6 +75,11 @@ class Echo:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 self.forward()
+        return graph
+
+    def run(self) -> float:
+        """Seconds per layer. Raises UnusableHardware when a round came back wrong, EngineFailed when one did not come back."""
+        h, graph = self.h, self.capture()
         alone = 0.0 if h.kind == "callback" else self.alone(graph)
         h.recover()
         self.round.zero_()
@@ -86,12 +91,16 @@ class Echo:
             end.record()
             h.play(1)
             torch.cuda.synchronize(h.device)
-            for l in range(LAYERS):
-                want = self.said(at, l)
-                if not torch.equal(self.heard[l], want.to(h.dtype)) or want[:len(self.copies[l])].tolist() != self.copies[l].tolist():
-                    raise UnusableHardware(f"the echo of round {at}, layer {l} came back wrong", "")
+            self.compare(at)
             taken.append(start.elapsed_time(end) / 1e3)
         return (median(taken) - alone) / LAYERS
+
+    def compare(self, at: int) -> None:
+        """UnusableHardware when what the GPU heard, or what the CPU was told, is not what was said in round `at`."""
+        for l in range(LAYERS):
+            want = self.said(at, l)
+            if not torch.equal(self.heard[l], want.to(self.h.dtype)) or want[:len(self.copies[l])].tolist() != self.copies[l].tolist():
+                raise UnusableHardware(f"the echo of round {at}, layer {l} came back wrong", "")
 
     def alone(self, graph: torch.cuda.CUDAGraph) -> float:
         """Seconds of the graph with every answer there."""
