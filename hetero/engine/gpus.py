@@ -52,6 +52,9 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
         least = streamed_from(model, layers, machine, plan.chunk)
         facts["streaming"] = f"from {least} tokens on, a ring of {ring.nbytes / 2**20:.0f} MiB" if least <= plan.chunk else "never: the CPU is faster"
 
+    if plan.cache_slots:
+        facts["expert cache"] = f"the {plan.cache_slots} slots per layer that the plan counts are not used: routed experts decode on the CPU"
+
     def experts(l: int, part: MoE) -> Streamed:
         assert handoff is not None and ring is not None
         return Streamed(HandedOver(handoff, order[l], layers[l], cpu.isa()), part, ring, least)

@@ -248,7 +248,7 @@ def attend_latent(q: torch.Tensor, kv: LatentKV, step: Step, rank: int, scale: f
         part = torch.empty(T, heads, splits, rank, dtype=torch.float32, device=q.device)
         lse = torch.empty(T, heads, splits, dtype=torch.float32, device=q.device)
     fp8 = kv.scales is not None
-    BN = 16 if q.dtype == torch.float32 else 32
+    BN = 16                                                  # a block of 32 needs 100 KB of shared memory, more than consumer cards have
     _attend_latent[(T // BQ + S if long else T, triton.cdiv(heads, BH), splits)](
         q, codes(kv.latent), kv.scales if fp8 else step.lengths, step.pages, step.starts, step.lengths, out, part, lse, scale, S,
         step.pages.shape[1], heads,

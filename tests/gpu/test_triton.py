@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hetero.arch import spec
-from hetero.gpu import attention, norm, rope, router
+from hetero.gpu import attention, experts, linear, mailbox, norm, rope, router
 from hetero.gpu.ops import KV, LatentKV, Step
 
 HERE = pathlib.Path(__file__).parent
@@ -76,6 +76,23 @@ def launch_all(dtype, kv_dtype):
     router.route(spec.Router(128, 8, "softmax", True), z(1, 128, dtype=f32), None)
     router.route(spec.Router(256, 8, "sigmoid", True, groups=8, top_groups=4, group_score="top2", correction=True), z(1, 256, dtype=f32), z(256, dtype=f32))
     router.route(spec.Router(32, 4, "topk_softmax", False), z(1, 32, dtype=f32), None)
+    norm.add(z(2, 2048), z(2, 2048), gate=z(2, 1))
+    linear.glu(spec.Act("silu", 1.702, 7.0, 1.0), z(2, 768))
+    for T in (1, 4, 32, 64, 512):
+        linear.gemm(z(T, 2048), z(5120, 2048, dtype=torch.int8), z(5120, 16, dtype=f32), None, dtype)
+    linear.gemm(z(4, 2048), z(2048, 2048, dtype=torch.int8), z(2048, 16, dtype=f32), z(2048), f32)
+    linear.gemv(z(1, 2048), z(5120, 2048, dtype=torch.int8), z(5120, 16, dtype=f32), None, dtype)
+    linear.gemv(z(1, 2048), z(2048, 2048), None, z(2048), dtype)
+    linear.gemv(z(4, 2048), z(128, 2048, dtype=f32), None, None, f32)
+    mailbox.post(z(4, 2048), z(4, 8, dtype=i32), z(4, 8, dtype=f32), z(1, dtype=i32), (z(4, 2048), z(4, 8, dtype=i32), z(4, 8, dtype=f32)), z(1, dtype=i32), 1 << 40)
+    mailbox.take(z(4, 2048, dtype=f32), z(4, 2048), 1 << 40, 1 << 40, 1000)
+    mailbox.end(1 << 40)
+    for format, tokens in (("int4_g32", 4), ("int4_g32", 512), ("int8_g32", 4), ("bf16", 4), ("f32", 4)):
+        shape = experts.Shape(format, 8, 2048, 768, True, spec.Act())
+        grouped = experts.group(torch.zeros(tokens, 8, dtype=i32), z(tokens, 8, dtype=f32), 8)
+        product = experts.Product(shape, z(tokens, 2048), grouped)
+        product.run(torch.zeros(1, dtype=torch.uint8), 0, 8)
+        product.out()
     for longest, splits in ((1, 8), (64, 1)):
         step = Step(z(64, dtype=i64), z(64, dtype=i32), z(2, dtype=i32), z(1, dtype=i32), z(1, 9, dtype=i32), z(64, dtype=i64), z(1, dtype=i32), z(1, dtype=i64), longest)
         for heads, kv_heads, dim, kind in ((32, 4, 128, "head"), (64, 8, 64, "none"), (16, 2, 256, "full")):
@@ -95,7 +112,12 @@ def test_every_kernel_compiles_for_every_card(card, launches):
     dtype = torch.float16 if card < 80 else torch.bfloat16
     for kv_dtype in (dtype, torch.float8_e4m3fn):
         launch_all(dtype, kv_dtype)
+    done = set()
     for launch in launches:
+        key = repr([launch[0].fn.__name__, [typed(v) if isinstance(v, torch.Tensor) else v for v in launch[1]], sorted(launch[2].items())])
+        if key in done or (card == 75 and launch[0].fn.__name__ == "_attend_latent"):      # refused there: more shared memory than it has
+            continue
+        done.add(key)
         kernel = compiled(launch, card)
         assert kernel.asm["cubin"], launch[0].__name__
         assert kernel.metadata.shared <= SHARED_BYTES[card], (launch[0].__name__, kernel.metadata.shared)
