@@ -52,6 +52,8 @@ class LLM:
             raise BadOption("options were given both whole and as keywords", "give one of them")
         self.options = options or settings.resolve(values, given_as="argument")
         began = time.perf_counter()
+        if self.options.routing != "model":
+            raise BadOption(f"routing = {self.options.routing!r}: the model's router picks experts in this version", "leave routing out")
         real = self.options.load_format != "dummy"
         self.source: Source = open_source(path_or_name, partial(fetch, offline=self.options.offline, progress=progress, weights=real), real)
         self.name = self.source.name

@@ -84,3 +84,8 @@ def test_not_a_number_ends_one_request_with_an_error_that_names_the_layer(llm: L
 def test_an_unknown_option_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="thread"):
         LLM(cache_dir=str(tmp_path), thread=2)
+
+
+def test_routing_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="routing"):
+        LLM(cache_dir=str(tmp_path), routing="uniform")
