@@ -1,7 +1,8 @@
+#!/usr/bin/env python3
 """Measures the engine as a server meets it, on the embedded model: throughput of 16 requests against one, the second turn of a chat, and the
 worst gap between tokens while a long prompt comes in. Prints one table, and JSON with --json; knows no server.
 
-    python scripts/serving.py [--tokens 64] [--rounds 3] [--batch 16] [--json] [OPTION=VALUE ...]
+    python scripts/serving.py [--only PART] [--tokens 64] [--rounds 3] [--batch 16] [--json] [OPTION=VALUE ...]
 
 Rounds of one and of many are interleaved, so that a busy machine slows both; the ratio is the median over rounds. The embedded model's context is
 1,024 tokens: it runs here with its positions extended to 8,192, which changes its answers and not the work.
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hetero.llm import LLM
 from hetero.request import Request, Sampling
@@ -128,13 +131,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--only", choices=["throughput", "second turn", "stall"])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("options", nargs="*", help="options of LLM as NAME=VALUE")
     args = parser.parse_args()
     values: dict[str, Any] = {"ctx": str(CONTEXT), "max_batch": str(args.batch)} | dict(option.split("=", 1) for option in args.options)
     with long_model() as folder, LLM(folder, **values) as llm:
-        result = {"throughput": throughput(llm, args.tokens, args.rounds, args.batch), "second turn": second_turn(llm, args.rounds)}
-        result["stall"] = stall(llm)
+        parts = {"throughput": lambda: throughput(llm, args.tokens, args.rounds, args.batch), "second turn": lambda: second_turn(llm, args.rounds),
+                 "stall": lambda: stall(llm)}
+        result = {name: part() for name, part in parts.items() if args.only in (None, name)}
     if args.json:
         print(json.dumps(result))
         return
