@@ -21,7 +21,6 @@ _FUTEX = 202 if _X86 else 98                         # the generic Linux table (
 _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
 _syscall = types.ExternalFunction("syscall", _i64(*[_i64] * 7))
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, _i64))
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 def _at(builder: Any, address: Any, kind: Any = _I64) -> Any:
@@ -108,15 +107,15 @@ def clock(scratch: int) -> int:
 
 
 @kernel(inner=True)
-def give_way() -> None:
-    """Lets another thread of this CPU run: only sensible after a long spin."""
-    _sched_yield()
-
-
-@kernel(inner=True)
 def sleep_on(address: int, value: int) -> None:
     """Sleeps while the low 32 bits at address equal those of value; may wake early."""
     _syscall(_FUTEX, address, _WAIT_PRIVATE, value & 0xFFFFFFFF, 0, 0, 0)
+
+
+@kernel(inner=True)
+def nap_on(address: int, value: int, limit: int) -> None:
+    """The same for a while: limit is the address of (seconds, nanoseconds)."""
+    _syscall(_FUTEX, address, _WAIT_PRIVATE, value & 0xFFFFFFFF, limit, 0, 0)
 
 
 @kernel(inner=True)

@@ -7,15 +7,16 @@ It returns 0, or a code of its own, or raises. `arguments` is an address of what
     counter = claims(control, tid, owner, stage)     # claim counter of thread `owner`, zero at the job's start, one per stage (STAGES of them)
     t = add(counter, 1)                              # take the next task of that owner's range: own range first, then the others' (stealing)
     if not barrier(control, tid, threads): return 0  # everybody's writes are visible behind it; False: the job was aborted, leave at once
-    arrive(control, tid)                             # or the barrier in two halves, with something useful
-    while arrived(control, tid, threads) == 0: ...   # between them; 1 go on, -1 aborted
+    arrive(control, tid)                             # or the barrier in two halves, with something useful between them:
+    arrived(control, tid, threads)                   # 1 go on, 0 not yet, -1 aborted; when out of useful things,
+    if not await_all(control, tid, threads): return 0
 
 `team.prepare` makes of it what `Team.run` and `Program` take. Nothing here depends on which thread computes what, so a job
 whose tasks write disjoint places gives the same bits for any number of threads. Control words stand on 128 B lines, as the L2
 prefetcher pulls pairs of lines; all of them but the claim counters only grow, so nothing is reset on the path.
 """
 
-from .atoms import add, call, clock, fence, give_way, load, load32, pause, peek, poke, sleep_on, store, store32, wake_all
+from .atoms import add, call, clock, fence, load, load32, nap_on, pause, peek, poke, sleep_on, store, store32, wake_all
 from .jit import kernel
 
 LINE = 128
@@ -26,14 +27,15 @@ OK, LATE, FAILED, STOPPED, LOST = range(5)           # why a job ended
 # line 0, written by the dispatching thread only
 SEQ, JOB, ARGUMENTS, THREADS, ROUND = 0, 8, 16, 24, 32
 # line 1, rarely written
-STOP, ABORT, SPINS, PATIENCE, PARK, DEADLINE, READY = (LINE + 8 * i for i in range(7))
-SLEEPERS, GO, LAYER = 2 * LINE, 3 * LINE, 4 * LINE
+STOP, ABORT, SPINS, PATIENCE, PARK, DEADLINE, READY, MOST_PATIENCE = (LINE + 8 * i for i in range(8))
+SLEEPERS, GO, LAYER, NAPPERS = 2 * LINE, 3 * LINE, 4 * LINE, 5 * LINE
 # one line per thread: acknowledged seq, the job's code, status and exception of the job, of a job inside play, own round; clock scratch
 OWN = 8 * LINE
-CODE, STATUS, INNER, OWN_ROUND, SCRATCH = 8, 16, 32, 48, 64
+CODE, STATUS, INNER, OWN_ROUND, SCRATCH, NAP = 8, 16, 32, 48, 64, 80
 ARRIVED = OWN + MOST * LINE
 CLAIMS = ARRIVED + MOST * LINE
 CONTROL_BYTES = CLAIMS + 2 * STAGES * MOST * LINE
+LONG_NS = 200_000                                    # a wait that no difference between threads explains, and how long they spin at most
 GRACE_NS = 2_000_000_000                            # after a deadline: how long a worker may take to notice before it counts as lost
 
 
@@ -62,20 +64,54 @@ def late(control: int, tid: int) -> bool:
 
 
 @kernel(inner=True)
-def reached(control: int, tid: int, address: int, value: int) -> bool:
-    """Spins until the word at address is at least value; False when the job was aborted or (thread 0) its deadline passed."""
-    spun = 0
+def announce(control: int, address: int, value: int) -> None:
+    """Stores a word that others may be waiting for."""
+    store(address, value)
+    fence()
+    if load(control + NAPPERS) > 0:
+        wake_all(address)
+
+
+@kernel(inner=True)
+def nap(control: int, tid: int, address: int, value: int) -> None:
+    """Sleeps until the word at address may be at least value, 2 ms at most. Whoever sleeps is run soon after it is woken, also among other
+    programs; whoever spins or yields among them waits for whole time slices, each thread of the team in turn."""
+    own = control + OWN + tid * LINE
+    add(control + NAPPERS, 1)
+    fence()
+    seen = load(address)
+    if seen < value:
+        poke(own + NAP, 0)
+        poke(own + NAP + 8, 2_000_000)
+        nap_on(address, seen, own + NAP)
+    add(control + NAPPERS, -1)
+
+
+@kernel(inner=True)
+def learn(control: int, slept_ns: int) -> None:
+    """A long sleep says that others use these cores: spin less from now on. A short one says that spinning would have been better."""
+    store(control + PATIENCE, 64 if slept_ns > LONG_NS else min(load(control + PATIENCE) + 64, load(control + MOST_PATIENCE)))
+
+
+@kernel(inner=True)
+def reached(control: int, tid: int, address: int, value: int, patience: int) -> bool:
+    """Waits until the word at address is at least value, spinning first; False when the job was aborted or (thread 0) its deadline passed."""
+    spun, since = 0, 0
     while load(address) < value:
         pause()
         spun += 1
         if spun & 63 == 0:
             if load(control + ABORT) != 0:
                 return False
-            if spun & 255 == 0 and late(control, tid):
+            if (spun & 255 == 0 or since != 0) and late(control, tid):
                 store(control + ABORT, LATE)
                 return False
-            if spun > load(control + PATIENCE):
-                give_way()
+            if spun > patience:
+                if since == 0:
+                    since = clock(control + OWN + tid * LINE + SCRATCH)
+                nap(control, tid, address, value)
+    if since != 0:
+        learn(control, clock(control + OWN + tid * LINE + SCRATCH) - since)
     return True
 
 
@@ -83,7 +119,7 @@ def reached(control: int, tid: int, address: int, value: int) -> bool:
 def arrive(control: int, tid: int) -> None:
     """First half of a barrier: this thread's writes are done."""
     own = control + ARRIVED + tid * LINE
-    store(own, peek(own) + 1)
+    announce(control, own, peek(own) + 1)
 
 
 @kernel(inner=True)
@@ -99,11 +135,24 @@ def arrived(control: int, tid: int, threads: int) -> int:
                     store(control + ABORT, LATE)
                     return -1
                 return 0
-        store(control + GO, epoch)
+        announce(control, control + GO, epoch)
         return 1
     if load(control + GO) >= epoch:
         return 1
     return -1 if load(control + ABORT) != 0 else 0
+
+
+@kernel(inner=True)
+def await_all(control: int, tid: int, threads: int) -> bool:
+    """Second half, waiting; False when the job was aborted."""
+    epoch, patience = peek(control + ARRIVED + tid * LINE), load(control + PATIENCE)
+    if tid != 0:
+        return reached(control, tid, control + GO, epoch, patience)
+    for other in range(1, threads):
+        if not reached(control, tid, control + ARRIVED + other * LINE, epoch, patience):
+            return False
+    announce(control, control + GO, epoch)
+    return True
 
 
 @kernel(inner=True)
@@ -112,14 +161,7 @@ def barrier(control: int, tid: int, threads: int) -> bool:
     if threads == 1:
         return load(control + ABORT) == 0
     arrive(control, tid)
-    epoch = peek(control + ARRIVED + tid * LINE)
-    if tid != 0:
-        return reached(control, tid, control + GO, epoch)
-    for other in range(1, threads):
-        if not reached(control, tid, control + ARRIVED + other * LINE, epoch):
-            return False
-    store(control + GO, epoch)
-    return True
+    return await_all(control, tid, threads)
 
 
 @kernel(inner=True)
@@ -166,7 +208,7 @@ def work(control: int, tid: int) -> int:
             store(own, seq)
             return 0
         enter(control, tid, seq)
-        store(own, seq)
+        announce(control, own, seq)
 
 
 @kernel
@@ -192,18 +234,22 @@ def dispatch(control: int, job: int, arguments: int, deadline_ns: int) -> int:
     seq = publish(control)
     enter(control, 0, seq)
     for tid in range(1, threads):
-        spun = 0
+        spun, since = 0, 0
         while load(control + OWN + tid * LINE) < seq:
             pause()
             spun += 1
             if spun & 63 == 0:
-                if spun & 255 == 0 and late(control, 0):
+                if (spun & 255 == 0 or since != 0) and late(control, 0):
                     if load(control + ABORT) == 0:
                         store(control + ABORT, LATE)
                     if clock(control + OWN + SCRATCH) > load(control + DEADLINE) + GRACE_NS:
                         return LOST
                 if spun > load(control + PATIENCE):
-                    give_way()
+                    if since == 0:
+                        since = clock(control + OWN + SCRATCH)
+                    nap(control, 0, control + OWN + tid * LINE, seq)
+        if since != 0:
+            learn(control, clock(control + OWN + SCRATCH) - since)
     why = load(control + ABORT)
     if why != 0:                                     # everybody is back: forget what the job left half done
         for line in range(2 * STAGES * MOST):
@@ -253,8 +299,8 @@ def play(control: int, tid: int, threads: int, arguments: int) -> int:
                 store32(dones + (layers - 1) * LINE, 0)
             else:
                 store32(dones + (layer - 1) * LINE, 0)
-            store(control + LAYER, base + layer + 1)
-        elif not reached(control, tid, control + LAYER, base + layer + 1):
+            announce(control, control + LAYER, base + layer + 1)
+        elif not reached(control, tid, control + LAYER, base + layer + 1, load(control + PATIENCE) << 6):
             break
         begin(control, tid, turn + layer + 1)
         code = call(peek(table + 16 * layer), control, tid, threads, peek(table + 16 * layer + 8), own + INNER)
@@ -264,13 +310,8 @@ def play(control: int, tid: int, threads: int, arguments: int) -> int:
             break
         arrive(control, tid)
         if tid == 0:
-            epoch = peek(own - OWN + ARRIVED)
-            for other in range(1, threads):
-                if not reached(control, tid, control + ARRIVED + other * LINE, epoch):
-                    break
-            if load(control + ABORT) != 0:
+            if not await_all(control, tid, threads):
                 break
-            store(control + GO, epoch)
             poke(times + 16 * layer + 8, clock(own + SCRATCH))
             store32(dones + layer * LINE, 1)
     if tid == 0:

@@ -9,7 +9,7 @@ from .atoms import add, load, poke
 from .ffn import MOST_TOKENS, peek32, poke32
 from .formats import COLS, ROWS
 from .jit import kernel
-from .jobs import arrive, arrived, barrier, claims, share
+from .jobs import arrive, arrived, await_all, barrier, claims, share
 from .rows import NEXT_AT
 
 BAD_ID = 77                                          # the job's code when an id names no expert
@@ -78,22 +78,22 @@ def pull(a: int, lo: int, hi: int, control: int, tid: int, threads: int) -> int:
     """Waits for the others behind `arrive`; meanwhile fetches rows lo..hi of the used experts' down into L2. 1 go on, -1 aborted."""
     n, row = word(a, USED_COUNT), word(a, INTER) // COLS * word(a, TILE)
     u, r, at, pulled = 0, lo if n else hi, 0, 0
-    while True:
+    while r < hi and pulled < PULL_NBYTES:
         state = arrived(control, tid, threads)
         if state != 0:
             return state
-        if r < hi and pulled < PULL_NBYTES:
-            base = expert(a, u) + word(a, DOWN_AT) + r * row + at
-            for line in range(0, 512, 64):
-                ffn.prefetch_far(base + line)
-            at += 512
-            pulled += 512
-            if at >= row:
-                at = 0
-                u += 1
-                if u == n:
-                    u = 0
-                    r += 1
+        base = expert(a, u) + word(a, DOWN_AT) + r * row + at
+        for line in range(0, 512, 64):
+            ffn.prefetch_far(base + line)
+        at += 512
+        pulled += 512
+        if at >= row:
+            at = 0
+            u += 1
+            if u == n:
+                u = 0
+                r += 1
+    return 1 if await_all(control, tid, threads) else -1
 
 
 @kernel(inner=True)

@@ -148,7 +148,8 @@ class Team:
         pause_ns = max(jobs.pauses_ns(1000, self._control + jobs.OWN + jobs.SCRATCH) / 1000, 0.1)
         self._set(jobs.THREADS, self.threads)
         self._set(jobs.SPINS, int(self._spin_s * 1e9 / pause_ns))
-        self._set(jobs.PATIENCE, 64 if self.shared else int(50_000 / pause_ns))
+        for word in (jobs.PATIENCE, jobs.MOST_PATIENCE):
+            self._set(word, 64 if len(set(self.cores)) < self.threads else int(jobs.LONG_NS / pause_ns))
         jobs.work.compile((types.int64, types.int64))
         jobs.dispatch.compile(_SHAPE)
         self._workers = [threading.Thread(target=_life, args=(self._memory, self._control, tid, self.cores[tid]), daemon=True,
