@@ -181,7 +181,7 @@ class CudaLatentAttend:
 
     def __init__(self, ops: Cuda, part: spec.MLA, eps: float, kv_norm: Tensor, kv_b: Tensor) -> None:
         if ops.isa.startswith("sm_7"):
-            raise UnusableHardware(f"latent attention needs 68 KiB of shared memory per block, more than {ops.isa} has", "--device cpu, or a newer card")
+            raise UnusableHardware(f"latent attention needs 68 KiB of shared memory per block, {ops.isa} has 64", "--device cpu, or a newer card")
         self.ops, self.part, self.eps, self.scale = ops, part, eps, scale_of(part)
         self.kv_norm = ops.own(kv_norm, torch.float32)
         key_up, value_up = ops.own(kv_b).unflatten(0, (part.heads, -1)).split([part.nope_dim, part.v_dim], 1)
