@@ -13,6 +13,8 @@ import numpy as np
 from hetero.memory.pages import Pages, Table
 from hetero.request import Mask, Request, TokenLogprob, Watcher
 
+LOOK = 32                                # waiting sequences considered in one step: the queue may be long
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -232,7 +234,7 @@ class Scheduler:
         """The first waiting sequence whose pages are there, in order; none may pass a sequence that has waited beyond patience."""
         promised = sum(self._owed(s) for s in self.running)
         coming = {d for s in self.running if s.computed < s.length - 1 for d in s.table.digests[s.table.committed:]}
-        for sequence in self.waiting:
+        for sequence in self.waiting[:LOOK]:
             table = sequence.table
             limit = 0 if sequence.scoring else sequence.length - 1       # the last token is always evaluated
             match = self.pages.match(table, sequence.tokens[:sequence.length], limit)
