@@ -170,7 +170,7 @@ class LLM:
     def report(self) -> Report:
         filled, machine = self.bank.filled, self.machine
         assert filled is not None
-        kept = sorted({f"{o.arrived} -> {o.format}" + (", exact" if o.kept else f", error {o.error:.1e}") for o in filled.origins.values()})
+        kept = sorted({str(o) for o in filled.origins.values()})
         facts = {"machine": f"{machine.name}, {machine.cores} cores, {self.isa}", "team": f"{self.team.threads} threads on cores {self.team.cores}"
                  + (", shared with another process" if self.team.shared else ""),
                  "experts": f"from {filled.by} in {filled.seconds:.1f} s: {'; '.join(kept)}",

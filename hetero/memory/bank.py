@@ -48,8 +48,12 @@ class Origin:
 
     arrived: str
     format: str
-    kept: bool                           # True: repacked without requantizing
+    kept: bool                           # True: codes repacked, never requantized; scales may have been rounded to the format's type
     error: float
+
+    def __str__(self) -> str:
+        said = "exact" if self.kept and not self.error else f"{'codes kept, ' if self.kept else ''}error {self.error:.1e}"
+        return f"{self.arrived} -> {self.format}, {said}"
 
 
 @dataclass(frozen=True)

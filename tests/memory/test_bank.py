@@ -201,3 +201,9 @@ def test_peak_memory_while_packing_stays_near_the_final(tmp_path):
     grown, final = json.loads(out.splitlines()[-1])
     assert final >= FORMATS["int8_g32"].nbytes(512, 1024) * 3 * 128
     assert grown <= 1.05 * final + (512 << 20), (grown, final)
+
+
+def test_an_origin_says_exact_only_where_nothing_was_rounded():
+    assert str(bank.Origin("int8_g32", "int8_g32", True, 0.0)) == "int8_g32 -> int8_g32, exact"
+    assert str(bank.Origin("q8_0", "int8_g32", True, 0.001)) == "q8_0 -> int8_g32, codes kept, error 1.0e-03"
+    assert str(bank.Origin("bf16", "int4_g32", False, 0.08)) == "bf16 -> int4_g32, error 8.0e-02"
