@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="there is no triton for this platform")
+
 from cpu_kernels import ExpertLayer, ExpertStore
 from cpu_kernels.team import Team
 from hetero.errors import EngineFailed
