@@ -13,6 +13,7 @@ import numpy as np
 from hetero.memory.pages import Pages, Table
 from hetero.request import Mask, Request, TokenLogprob, Watcher
 
+MARGIN = 0.7                             # of the bound is aimed at: cost grows along a prompt faster than it is learned
 LOOK = 32                                # waiting sequences considered in one step: the queue may be long
 
 
@@ -96,7 +97,7 @@ class Pace:
     """How many prompt tokens fit into a step beside the decodes, from an estimate and what steps really took.
 
     `estimate(tokens, context)` -> seconds that so many prompt tokens add to a step, the last at position `context`. Only its shape matters: measured
-    steps correct its scale, quickly upwards and slowly downwards, and a chunk is never more than twice the largest one measured.
+    steps correct its scale, at once upwards and slowly downwards, and a chunk is never more than twice the largest one measured.
     """
 
     def __init__(self, estimate: Callable[[int, int], float], page_size: int) -> None:
@@ -110,7 +111,7 @@ class Pace:
         sizes = range(self.page_size, min(most, 2 * self.largest) + 1, self.page_size)
         if not sizes:
             return most
-        n = bisect.bisect_right(sizes, bound_s, key=lambda tokens: self.seconds(tokens, context + tokens))
+        n = bisect.bisect_right(sizes, bound_s, key=lambda tokens: self.seconds(tokens, context + tokens) / MARGIN)
         return sizes[max(0, n - 1)]
 
     def learn(self, tokens: int, context: int, took_s: float) -> None:
@@ -119,7 +120,7 @@ class Pace:
             self.decode_s += (0.5 if took_s > self.decode_s else 0.1) * (took_s - self.decode_s)
             return
         ratio = max(took_s - self.decode_s, 0.1 * took_s) / max(self.estimate(tokens, context), 1e-9)
-        self.scale += (1.0 if self.largest == self.page_size else 0.5 if ratio > self.scale else 0.2) * (ratio - self.scale)
+        self.scale += (1.0 if self.largest == self.page_size or ratio > self.scale else 0.1) * (ratio - self.scale)
         self.largest = max(self.largest, tokens)
 
 
