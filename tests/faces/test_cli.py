@@ -179,13 +179,17 @@ def test_a_person_talks_to_the_embedded_model_on_a_terminal(tmp_path):
 
     ready = "\x1b[?25h"                     # the line editor shows its cursor
 
+    buffer = [""]
+
     def until(words, seconds=300):
-        seen, end = "", time.monotonic() + seconds
-        while words not in seen:
-            assert time.monotonic() < end, seen
+        """Reads up to these words; what follows them waits for the next call."""
+        end = time.monotonic() + seconds
+        while words not in buffer[0]:
+            assert time.monotonic() < end, buffer[0]
             if select.select([terminal], [], [], 1)[0]:
-                seen += os.read(terminal, 65536).decode(errors="replace")
-        return seen
+                buffer[0] += os.read(terminal, 65536).decode(errors="replace")
+        seen, _, buffer[0] = buffer[0].partition(words)
+        return seen + words
     try:
         until("Ctrl-D leaves.")
         until(ready)
@@ -196,9 +200,10 @@ def test_a_person_talks_to_the_embedded_model_on_a_terminal(tmp_path):
         time.sleep(1.5)
         os.write(terminal, b"\x03")
         until("tok/s")
-        until(ready)
+        until("[?2004h")
         os.write(terminal, b"/stats\r")
         until("2 answers")
+        until(ready)
         os.write(terminal, b"\x04")
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     finally:
