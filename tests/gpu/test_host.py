@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from cpu_kernels import cpu
 from cpu_kernels.small import in_series
 from cpu_kernels.team import Team
 from hetero.arch import spec
@@ -21,7 +22,7 @@ ROUTERS = [
 
 @pytest.fixture(scope="module", params=[1, 2])
 def host(request: pytest.FixtureRequest) -> Iterator[Host]:
-    with Team(cores=[0], threads=request.param) as team:
+    with Team(cores=cpu.read().allowed[:1], threads=request.param) as team:
         yield Host(256, team, "")
 
 

@@ -8,7 +8,7 @@ from hetero.llm import LLM
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    made = LLM(None, offline=True, cache_dir=tmp_path_factory.mktemp("cache"), packed_cache=False, threads=2, ctx=256, max_batch=2)
+    made = LLM(None, offline=True, cache_dir=tmp_path_factory.mktemp("cache"), packed_cache=False, threads=2, ctx=256, max_batch=2, device="cpu")
     yield made
     made.close()
 

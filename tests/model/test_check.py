@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cpu_kernels import heads
+from cpu_kernels import cpu, heads
 from cpu_kernels.team import Team
 from hetero.arch import spec
 from hetero.engine.devices import failed
@@ -23,7 +23,7 @@ PARTS = {
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    with Team(cores=[0], threads=2) as team:
+    with Team(cores=cpu.read().allowed[:1], threads=2) as team:
         yield Host(64, team, "")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cpu_kernels import cpu
 from cpu_kernels.team import Team
 from hetero.arch import families, tensors
 from hetero.engine.engine import Engine
@@ -29,7 +30,7 @@ IDS = [(7 * i) % 250 + 3 for i in range(3, 36)]
 
 @pytest.fixture(scope="module")
 def team() -> Iterator[Team]:
-    with Team(cores=[0], threads=2) as made:
+    with Team(cores=cpu.read().allowed[:1], threads=2) as made:
         yield made
 
 

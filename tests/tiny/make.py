@@ -51,7 +51,9 @@ def configs() -> dict[str, Any]:
                       routed_scaling_factor=1.2),
         "glm4_moe_lite": c("Glm4MoeLiteConfig", **V3, q_lora_rank=24),
         "gpt_oss": c("GptOssConfig", num_key_value_heads=2, head_dim=32, intermediate_size=32, sliding_window=8, pad_token_id=1, **EIGHT),
-        "minimax_m2": c("MiniMaxM2Config", num_key_value_heads=2, head_dim=32, intermediate_size=32, rotary_dim=16, **SPECIAL | {"bos_token_id": 3}, **EIGHT),
+        "minimax_m2": c("MiniMaxM2Config", num_key_value_heads=2, head_dim=32, intermediate_size=32, rotary_dim=16,
+                        rope_parameters={"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},     # 5.17 does not read rotary_dim
+                        **SPECIAL | {"bos_token_id": 3}, **EIGHT),
         "dots1": c("Dots1Config", num_key_value_heads=2, intermediate_size=96, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2,
                    n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.5),
         "ernie4_5_moe": c("Ernie4_5_MoeConfig", num_key_value_heads=2, intermediate_size=96, moe_intermediate_size=32, moe_num_experts=8, moe_k=2,
