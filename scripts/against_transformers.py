@@ -27,7 +27,7 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
 
     llm = hetero.LLM()
-    prompt = llm.tokenizer.encode("Once upon a time there was a little fox who")
+    prompt = llm.encode("Once upon a time there was a little fox who")
     greedy = hetero.Sampling(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
     dtypes = {"transformers float32": torch.float32, "transformers bfloat16": torch.bfloat16}
     models = {name: reference.model(dtype) for name, dtype in dtypes.items()}
