@@ -109,10 +109,10 @@ class Stop:
         self.asked = True
 
 
-def answer(model: Talker, talk: Talk, out: TextIO, clean: Callable[[str], str] = str) -> tuple[str, Timings, str]:
-    """Streams one answer to `out`: its text, its timings and why it ended (stop | length | abort | error: …)."""
+def answer(model: Talker, talk: Talk, out: TextIO, stop: Stop, clean: Callable[[str], str] = str) -> tuple[str, Timings, str]:
+    """Streams one answer to `out` until `stop` is asked: its text, its timings and why it ended (stop | length | abort | error: …)."""
     text, timings, finish = "", Timings(), "abort"
-    with Stop() as stop, closing(model.stream(talk.all(), talk.sampling)) as chunks:
+    with closing(model.stream(talk.all(), talk.sampling)) as chunks:
         for chunk in chunks:
             if stop.asked:
                 break
@@ -127,7 +127,8 @@ def answer(model: Talker, talk: Talk, out: TextIO, clean: Callable[[str], str] =
 def once(model: Talker, talk: Talk, prompt: str) -> int:
     """One answer on stdout; 0, or 1 when the engine could not finish it, 130 when it was stopped."""
     talk.messages.append({"role": "user", "content": prompt})
-    text, timings, finish = answer(model, talk, sys.stdout)
+    with Stop() as stop:
+        text, timings, finish = answer(model, talk, sys.stdout, stop)
     if not text.endswith("\n"):
         print(flush=True)
     say(speed(timings))
@@ -141,31 +142,36 @@ def say(text: str) -> None:
 
 
 class Console:
-    """The interactive conversation. `ask` reads one message, and raises EOFError at the end and KeyboardInterrupt for a line given up."""
+    """The interactive conversation. `ask` reads one message, Ctrl-C too; it raises EOFError at the end, KeyboardInterrupt for a line given up."""
 
     def __init__(self, model: Talker, talk: Talk, ask: Callable[[], str]) -> None:
-        self.model, self.talk, self.ask = model, talk, ask
+        self.model, self.talk, self.ask, self.stop = model, talk, ask, Stop()
 
     def run(self) -> int:
         say("Type a message; /help lists the commands, Ctrl-D leaves.")
-        while True:
-            try:
-                line = self.read().strip()
-            except KeyboardInterrupt:
-                say("(Ctrl-D leaves)")
-                continue
-            except EOFError:
-                return 0
-            if not line:
-                continue
-            try:
-                if line.startswith("/"):
-                    if self.command(*line[1:].split(maxsplit=1)):
-                        return 0
-                else:
-                    self.respond(line)
-            except HeteroError as e:
-                say(f"error: {e}")
+        with self.stop:                     # the whole time: also just before an answer and just after it Ctrl-C must not leave the program
+            while self.turn():
+                pass
+        return 0
+
+    def turn(self) -> bool:
+        """Reads a message and answers it; False leaves."""
+        self.stop.asked = False
+        try:
+            line = self.read().strip()
+        except KeyboardInterrupt:
+            say("(Ctrl-D leaves)")
+            return True
+        except EOFError:
+            return False
+        try:
+            if line.startswith("/"):
+                return not self.command(*line[1:].split(maxsplit=1))
+            if line:
+                self.respond(line)
+        except HeteroError as e:
+            say(f"error: {e}")
+        return True
 
     def read(self) -> str:
         """A message: one input, lines that end in a backslash joined to the next, or a block between triple quotes."""
@@ -189,7 +195,7 @@ class Console:
             raise
 
     def reply(self) -> None:
-        text, timings, finish = answer(self.model, self.talk, sys.stdout, safe)
+        text, timings, finish = answer(self.model, self.talk, sys.stdout, self.stop, safe)
         print(flush=True)
         self.talk.answers.append(timings)
         say(speed(timings) + {"stop": "", "abort": " stopped", "length": " cut: the limit of tokens is reached"}.get(finish, f" {finish}"))

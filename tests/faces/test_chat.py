@@ -66,6 +66,32 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(capsys):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_just_before_an_answer_stops_it_and_just_before_a_prompt_does_nothing(capsys):
+    model, typed = Parrot(), iter(["one two", "three four"])
+
+    def ask():
+        line = next(typed, None)
+        os.kill(os.getpid(), signal.SIGINT)
+        if line is None:
+            raise EOFError
+        return line
+    talk = Talk(model.sampling)
+    assert Console(model, talk, ask).run() == 0
+    assert capsys.readouterr().err.count("stopped") == 2 and model.closed == 2
+    assert [m["content"] for m in talk.messages] == ["one two", "", "three four", ""]
+
+
+def test_a_second_ctrl_c_in_one_answer_leaves():
+    class Deaf(Parrot):
+        def stream(self, prompt, sampling=None):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            yield from super().stream(prompt, sampling)
+    with pytest.raises(KeyboardInterrupt):
+        talk_to(Deaf(), "one two")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_commands_do_what_they_say(capsys, tmp_path):
     model = Parrot()
     kept = tmp_path / "täglich.json"

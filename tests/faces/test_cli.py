@@ -1,8 +1,10 @@
 """The door answers at once, turns faults into one line and a code, and names what was asked wrongly."""
+import codecs
 import io
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -169,43 +171,73 @@ def test_a_bar_is_drawn_on_terminals_only(monkeypatch):
         assert ("packing [######                  ] 1 of 4 MiB" in err.getvalue()) == tty and err.getvalue().endswith("\r" if tty else "")
 
 
+class Terminal:
+    """A program under a pseudo-terminal of its own. All that it wrote is kept; what was waited for is behind the cursor, so the next wait starts there."""
+
+    def __init__(self, args, env):
+        self.end, other = pty.openpty()
+        takes = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+        self.program = subprocess.Popen([sys.executable, "-c", takes, *args], stdin=other, stdout=other, stderr=other, env=env, start_new_session=True)
+        os.close(other)
+        self.raw, self.cursor = b"", 0
+
+    def until(self, pattern, seconds=600):
+        """Reads on to a match of this pattern: what came before it and the match itself."""
+        end = time.monotonic() + seconds
+        while not (found := re.compile(pattern).search(self.text(), self.cursor)):
+            assert time.monotonic() < end, f"no {pattern!r} in {self.text()[self.cursor:]!r} after {self.text()[:self.cursor]!r}"
+            if select.select([self.end], [], [], 1)[0]:
+                try:
+                    self.raw += os.read(self.end, 65536)
+                except OSError:             # Linux: the program closed its side
+                    pytest.fail(f"it left with {self.program.wait(60)} before {pattern!r}: {self.text()!r}")
+        before, self.cursor = self.text()[self.cursor:found.end()], found.end()
+        return before
+
+    def text(self):
+        """What can be decoded so far; a character that is cut is not there yet."""
+        return codecs.getincrementaldecoder("utf-8")("replace").decode(self.raw)
+
+    def type(self, line):
+        """Waits for the prompt (there the editor asks for bracketed paste), enters a line and waits until the editor let go of the terminal."""
+        self.until(r"\x1b\[\?2004h")
+        os.write(self.end, line.encode() + b"\r")
+        self.until(r"\x1b\[\?2004l")
+
+    def close(self):
+        if self.program.poll() is None:
+            self.program.kill()
+            self.program.wait()
+        os.close(self.end)
+
+
 @pytest.mark.slow
 def test_a_person_talks_to_the_embedded_model_on_a_terminal(tmp_path):
-    """The whole program under a real pseudo-terminal: an answer, Ctrl-C in the middle of one, statistics, and out by Ctrl-D."""
+    """The whole program under a real pseudo-terminal: an answer, Ctrl-C in the middle of one, another answer, statistics, and out."""
     env = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execvpe(sys.executable, [sys.executable, "-m", "hetero", "chat", "--temperature", "0", "--max-tokens", "24"], env)
-
-    ready = "\x1b[?25h"                     # the line editor shows its cursor
-
-    buffer = [""]
-
-    def until(words, seconds=300):
-        """Reads up to these words; what follows them waits for the next call."""
-        end = time.monotonic() + seconds
-        while words not in buffer[0]:
-            assert time.monotonic() < end, buffer[0]
-            if select.select([terminal], [], [], 1)[0]:
-                buffer[0] += os.read(terminal, 65536).decode(errors="replace")
-        seen, _, buffer[0] = buffer[0].partition(words)
-        return seen + words
+    terminal = Terminal(["-m", "hetero", "chat", "--temperature", "0", "--max-tokens", "24"], env)
+    told = r"\[(\d+) tokens, [\d.]+ tok/s[^\]]*\]"
     try:
-        until("Ctrl-D leaves.")
-        until(ready)
-        os.write(terminal, b"Why is the sky blue?\r")
-        assert "light" in until("tok/s")
-        until(ready)
-        os.write(terminal, b"Write a long story about a dragon.\r")
-        time.sleep(1.5)
-        os.write(terminal, b"\x03")
-        until("tok/s")
-        until("[?2004h")
-        os.write(terminal, b"/stats\r")
-        until("2 answers")
-        until(ready)
-        os.write(terminal, b"\x04")
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        terminal.until("Ctrl-D leaves")
+        terminal.type("Why is the sky blue?")
+        assert "light" in terminal.until(told)
+        terminal.type("/set max_tokens 900")
+        terminal.until("max_tokens=900")
+        terminal.type("/set ignore_eos on")
+        terminal.until("ignore_eos=True")
+        terminal.type("Write a long story about a dragon.")
+        terminal.until(r"\w+ \w+ \w+ ")
+        os.write(terminal.end, b"\x03")
+        stopped = re.search(told + " stopped", terminal.until(told + r"[^\n]*\n"))
+        assert stopped and 3 <= int(stopped[1]) < 900
+        terminal.type("/set max_tokens 8")
+        terminal.until("max_tokens=8")
+        terminal.type("What is rain?")
+        assert "[8 tokens" in terminal.until(told)
+        terminal.type("/stats")
+        assert "3 answers" in terminal.until("context now")
+        terminal.type("/exit")
+        assert terminal.program.wait(60) == 0
     finally:
-        os.close(terminal)
+        terminal.close()
     assert "+Why is the sky blue?" in (tmp_path / "hetero" / "history").read_text()
