@@ -289,4 +289,4 @@ def terminal(history: Path) -> Callable[[], str]:
         kept = InMemoryHistory()
     words = WordCompleter([f"/{c}" for c in COMMANDS], sentence=True)
     session: PromptSession[str] = PromptSession("> ", history=kept, key_bindings=keys, completer=words, complete_while_typing=False)
-    return session.prompt
+    return lambda: session.prompt(handle_sigint=False)     # Ctrl-C is a key here; a signal is for the answer: the editor, once left, fails on one
