@@ -53,7 +53,8 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
         facts["streaming"] = f"from {least} tokens on, a ring of {ring.nbytes / 2**20:.0f} MiB" if least <= plan.chunk else "never: the CPU is faster"
 
     if plan.cache_slots:
-        facts["expert cache"] = f"the {plan.cache_slots} slots per layer that the plan counts are not used: routed experts decode on the CPU"
+        raise BadOption(f"expert_cache asks for {plan.cache_slots} experts per layer on the GPU, and this version decodes routed experts on the CPU",
+                        "--expert-cache off")
 
     def experts(l: int, part: MoE) -> Streamed:
         assert handoff is not None and ring is not None

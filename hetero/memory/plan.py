@@ -261,8 +261,7 @@ def _lay_out(model: Model, machine: Machine, options: Options, arriving: str | S
     states = (2 * batch + 1) * state_nbytes(model)       # of running sequences, as many to go on from, and one for rows that pad a step
     ctx, tokens = _kv(model, options, kv_dtype, limit - own - scratch - states)
     kv = tokens * kv_token_nbytes(model, kv_dtype)
-    spare = vram - own - scratch - states - kv if on_gpu else 0
-    slots, cache, note = _cache(model, options, record, spare, on_gpu)
+    slots, cache, note = _cache(model, options, record, on_gpu)
     item = {"attention, shared experts, head": weights, "KV cache": kv, "states": states, "scratch": scratch}
     on_card = item | {"prefill ring": ring, "expert cache": cache, "CUDA context": machine.context_bytes} if on_gpu else {}
     in_ram = {"experts": arena} | ({} if on_gpu else item) | {"KV of evicted pages": options.kv_ram or 0, "staging": (64 * MiB if on_gpu else 0),
@@ -314,19 +313,22 @@ def _kv(model: Model, options: Options, dtype: str, free: int, page: int = 16) -
     return ctx, -(-tokens // page) * page
 
 
-def _cache(model: Model, options: Options, record: int, spare: int, on_gpu: bool) -> tuple[int, int, str]:
-    """(slots per routed layer, bytes, why none). A pinned size is kept; below the floor the cache is off."""
+def _cache(model: Model, options: Options, record: int, on_gpu: bool) -> tuple[int, int, str]:
+    """(slots per routed layer, bytes, why none). A pinned size is kept; below the floor the cache is off. Not pinned: off, as no executor
+    decodes from slots yet, and a plan must not promise what will not run."""
     if not on_gpu or not model.moe_layers:
         return 0, 0, "no GPU"
     if options.expert_cache == 0:
         return 0, 0, "off"
+    if options.expert_cache is None:
+        return 0, 0, "routed experts decode on the CPU in this version"
     moes = _moes(model)
     most = max(f.router.experts for f in moes)
-    slots = min(most, (spare if options.expert_cache is None else options.expert_cache) // (record * len(moes)))
+    slots = min(most, options.expert_cache // (record * len(moes)))
     floor = CACHE_FLOOR * max(f.router.top_k for f in moes)
     if slots < min(floor, most):
-        what = f"{size(max(spare, 0))} spare" if options.expert_cache is None else f"expert_cache = {written(options.expert_cache)}"
-        return 0, 0, f"{what} is below {CACHE_FLOOR} x top-k slots per layer ({size(min(floor, most) * record * len(moes))})"
+        least = size(min(floor, most) * record * len(moes))
+        return 0, 0, f"expert_cache = {written(options.expert_cache)} is below {CACHE_FLOOR} x top-k slots per layer ({least})"
     return slots, slots * record * len(moes), ""
 
 

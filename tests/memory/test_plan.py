@@ -77,12 +77,12 @@ def test_formats_per_layer_are_planned_per_layer():
     assert (by_layer[7], by_layer[8]) == ("int8_g32", "int4_g32")
 
 
-def test_spare_memory_of_the_card_holds_experts_and_below_the_floor_the_cache_is_off():
-    large = make(ctx="8k", max_batch="1")
+def test_a_pinned_cache_holds_experts_and_is_off_below_its_floor_and_when_not_asked_for():
+    large = make(ctx="8k", max_batch="1", expert_cache="8G")
     assert large.cache_slots >= 24 and large.vram["expert cache"] == large.cache_slots * 48 * FORMATS["int4_g32"].expert_nbytes(2048, 768)
-    small = make(vram="6G", ctx="8k", max_batch="1")
+    small = make(vram="6G", ctx="8k", max_batch="1", expert_cache="256M")
     assert small.cache_slots == 0 and "below 3 x top-k" in small.cache_note
-    assert make(expert_cache="off").cache_slots == 0
+    assert make(expert_cache="off").cache_slots == make().cache_slots == 0
     assert large.decode_tok_s > make(ctx="8k", max_batch="1", expert_cache="off").decode_tok_s
 
 
