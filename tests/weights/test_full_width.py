@@ -24,11 +24,12 @@ DEEPSEEK = {"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "nu
             "vocab_size": 8192, "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 4096, "hidden_act": "silu", "tie_word_embeddings": False,
             "attention_bias": False, "eos_token_id": 2, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 SCRIPT = """
-import json, resource, sys
+import json, pathlib, sys
 from hetero.llm import LLM
 from hetero.request import Sampling
 with LLM(sys.argv[1], ctx=256, max_batch=1, packed_cache=False) as llm:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = pathlib.Path("/proc/self/status").read_text()           # not ru_maxrss, which a child takes over from the parent that forked it
+    peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
     answer = llm.generate("hello", Sampling(temperature=0, max_tokens=3, ignore_eos=True))[0]
     filled = llm.bank.filled
     print(json.dumps({"peak": peak, "planned": llm.plan.peak_load_ram_bytes, "arena": filled.nbytes, "ids": answer.token_ids,
