@@ -54,6 +54,8 @@ class LLM:
         began = time.perf_counter()
         if self.options.routing != "model":
             raise BadOption(f"routing = {self.options.routing!r}: the model's router picks experts in this version", "leave routing out")
+        if not self.options.overlap:
+            raise BadOption("overlap = off: shared and routed experts always overlap in this version", "leave overlap out")
         real = self.options.load_format != "dummy"
         self.source: Source = open_source(path_or_name, partial(fetch, offline=self.options.offline, progress=progress, weights=real), real)
         self.name = self.source.name
