@@ -1,5 +1,6 @@
 """From a model's name to text: source, spec, machine, plan, decoder, engine, tokenizer. The only file that sees all of them."""
 
+import json
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -35,6 +36,7 @@ from hetero.text.reply import Answer, Chunk, Reply, collect, sampling_defaults, 
 from hetero.weights.checkpoint import Checkpoint
 from hetero.weights.dummy import Dummy
 from hetero.weights.source import EMBEDDED, Source, open_source
+from hetero.wire.records import Info
 
 Messages = Sequence[dict[str, Any]]
 Prompt = str | Sequence[int] | Messages
@@ -166,6 +168,15 @@ class LLM:
             step = single(tokens, at, PAGE, torch.arange(tokens.shape[0]), self.plan.device)
             rows.append(run(step, cache)[:, :self.vocab].clone().cpu())
         return torch.cat(rows)
+
+    def info(self) -> Info:
+        """What those who prepare requests must know, as plain data: also in another process, which reads the tokenizer from the files named here."""
+        names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json") if self.source.gguf else ()
+        files = {n: text for n in names if (text := self.source.text(n)) is not None}
+        if files:
+            files["config.json"] = json.dumps(self.source.config)
+        return Info(self.name, str(self.source.folder), self.vocab, self.engine.context, self.sampling, self.sampling_sources,
+                    tuple(self.options.rows()), self.engine.limits, files)
 
     # -- what really runs -------------------------------------------------------------------------------------------------------------------
 

@@ -12,13 +12,13 @@ from fastapi import FastAPI, Request
 from pydantic import Field, ValidationError
 
 from hetero.errors import BadRequest, HeteroError
-from hetero.serve import prepare
-from hetero.serve.openai import Choice
-from hetero.serve.prepare import Prepared
 from hetero.serve.relay import Relay
-from hetero.serve.schema import ChatRequest, Number, Text, Wire
-from hetero.serve.stream import event, guarded, merged, openai_error, sse
+from hetero.serve.stream import guarded, merged, openai_error, sse
 from hetero.serve.stream import status_of as plain_status
+from hetero.wire import prepare
+from hetero.wire.answers import Choice, event
+from hetero.wire.prepare import Prepared
+from hetero.wire.schema import ChatRequest, Number, Text, Wire
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
          503: "overloaded_error"}

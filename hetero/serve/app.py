@@ -23,10 +23,12 @@ from starlette.exceptions import HTTPException
 
 from hetero import __version__
 from hetero.errors import BadRequest, EngineFailed, HeteroError
-from hetero.serve import anthropic, metrics, openai, prepare, responses
+from hetero.serve import anthropic, metrics, openai, responses
 from hetero.serve.relay import Relay
-from hetero.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorReply, TemplateRequest, TokenizeRequest, Wire
 from hetero.serve.stream import Gone, failed, guarded, openai_error, sse, unless_gone
+from hetero.wire import prepare
+from hetero.wire.answers import ChatAnswer, CompletionAnswer
+from hetero.wire.schema import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorReply, TemplateRequest, TokenizeRequest, Wire
 
 log = logging.getLogger("hetero.serve")
 T = TypeVar("T")
@@ -240,7 +242,7 @@ def add_openai(app: FastAPI, desk: Desk) -> None:
         desk.relay.admit(1)
         if body.stream:
             return sse(guarded(desk.limited(desk.meter.watch(openai.chat_events(desk.relay, job, desk.name, with_usage))), openai.error_events))
-        return await desk.whole(request, desk.meter.one(openai.chat(desk.relay, job, desk.name)))
+        return await desk.whole(request, desk.meter.one(openai.whole(desk.relay, [job], ChatAnswer(job, desk.name))))
 
     @app.post("/v1/completions")
     @app.post("/completions", include_in_schema=False)
@@ -255,7 +257,7 @@ def add_openai(app: FastAPI, desk: Desk) -> None:
         if body.stream:
             events = openai.complete_events(desk.relay, jobs, desk.name, echo, silent, with_usage)
             return sse(guarded(desk.limited(desk.meter.watch(events)), openai.error_events))
-        return await desk.whole(request, desk.meter.one(openai.complete(desk.relay, jobs, desk.name, echo, silent)))
+        return await desk.whole(request, desk.meter.one(openai.whole(desk.relay, jobs, CompletionAnswer(jobs, desk.name, echo, silent))))
 
     @app.get("/v1/models")
     @app.get("/models", include_in_schema=False)

@@ -16,7 +16,8 @@ from hetero.errors import BadRequest, EngineFailed, HeteroError
 from hetero.options import Options
 from hetero.request import Output
 from hetero.serve import worker
-from hetero.serve.worker import Host, Info, Job, Worker
+from hetero.serve.worker import Host, Worker
+from hetero.wire.records import Info, Job
 
 SILENT_S = 120.0                         # a step may be a long prompt chunk; a worker that says nothing for longer hangs
 

@@ -1,187 +1,31 @@
-"""OpenAI's Responses API, stateless, as a view of chat: items in, items out, one event for each change; stores nothing.
+"""OpenAI's Responses API as routes over `wire.responses`; stores nothing."""
 
-Source of the format: platform.openai.com/docs/api-reference/responses.
-"""
-
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import FastAPI, Request
-from pydantic import Field, ValidationError
 
-from hetero.errors import BadRequest, HeteroError
-from hetero.serve import prepare
-from hetero.serve.openai import Choice
-from hetero.serve.prepare import Prepared
+from hetero.errors import HeteroError
+from hetero.serve.openai import whole
 from hetero.serve.relay import Relay
-from hetero.serve.schema import ChatRequest, Number, Text, Wire
-from hetero.serve.stream import event, guarded, merged, openai_error, sse
+from hetero.serve.stream import guarded, merged, openai_error, sse
+from hetero.wire import prepare
+from hetero.wire.answers import event
+from hetero.wire.prepare import Prepared
+from hetero.wire.responses import ResponseAnswer, ResponsesRequest, chat_request
 
 
-class ResponsesRequest(Wire):
-    model: str | None = None
-    input: Text | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=8192)]
-    instructions: Text | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=512)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    max_output_tokens: int | None = None
-    stream: bool | None = None
-    text: dict[str, Any] | None = None
-    previous_response_id: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-
-
-def _item(item: dict[str, Any], i: int) -> list[dict[str, Any]]:
-    """One input item as chat messages."""
-    kind = item.get("type", "message")
-    if kind == "message":
-        return [{"role": item.get("role"), "content": item.get("content")}]
-    if kind == "function_call":
-        call = {"id": item.get("call_id"), "type": "function", "function": {"name": item.get("name"), "arguments": item.get("arguments", "{}")}}
-        return [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    if kind == "function_call_output":
-        return [{"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}]
-    if kind == "reasoning":
-        return []
-    raise BadRequest(f"input[{i}] has type {str(kind)[:60]!r}, which is not supported", "message, function_call, function_call_output", "input")
-
-
-def _tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise BadRequest(f"tools[{i}] has type {str(tool.get('type'))[:60]!r}, but only functions can be called here", param="tools")
-    return {"type": "function", "function": {k: tool[k] for k in ("name", "description", "parameters", "strict") if tool.get(k) is not None}}
-
-
-def chat_request(r: ResponsesRequest) -> ChatRequest:
-    """Their request as a chat request. Raises BadRequest, also for what needs a memory that this server does not have."""
-    if r.previous_response_id:
-        raise BadRequest("previous_response_id needs stored responses, and nothing is stored here", "send the whole input", "previous_response_id")
-    messages: list[dict[str, Any]] = [{"role": "system", "content": r.instructions}] if r.instructions else []
-    for i, item in enumerate([{"role": "user", "content": r.input}] if isinstance(r.input, str) else r.input):
-        messages += _item(item, i)
-    body: dict[str, Any] = {"messages": messages, "temperature": r.temperature, "top_p": r.top_p, "max_tokens": r.max_output_tokens,
-                            "parallel_tool_calls": r.parallel_tool_calls}
-    if r.tools:
-        body["tools"] = [_tool(t, i) for i, t in enumerate(r.tools)]
-    if isinstance(r.tool_choice, dict):
-        body["tool_choice"] = {"type": "function", "function": {"name": r.tool_choice.get("name")}}
-    elif r.tool_choice:
-        body["tool_choice"] = r.tool_choice
-    form = (r.text or {}).get("format") or {}
-    if form.get("type") == "json_schema":
-        body["response_format"] = {"type": "json_schema", "json_schema": {"name": form.get("name") or "schema", "schema": form.get("schema")}}
-    elif form.get("type"):
-        body["response_format"] = {"type": form["type"]}
-    try:
-        return ChatRequest.model_validate(body)
-    except ValidationError as e:
-        first = e.errors()[0]
-        raise BadRequest(f"input cannot be read: {'.'.join(map(str, first['loc']))}: {first['msg']}", param="input") from e
-
-
-class Items:
-    """The output of one response, item by item, with the events that tell of it."""
-
-    def __init__(self, id: str) -> None:
-        self.id, self.output, self._number = id, list[dict[str, Any]](), -1
-        self._kind, self._text = "", ""
-
-    def event(self, kind: str, **more: Any) -> str:
-        self._number += 1
-        return event({"type": kind, "sequence_number": self._number, **more}, kind)
-
-    def _open(self, kind: str, name: str = "", call: str = "") -> list[str]:
-        at, id = len(self.output), f"{self.id}-{len(self.output)}"
-        self._kind, self._text = kind, ""
-        item: dict[str, Any] = {"id": id, "status": "in_progress"}
-        if kind == "content":
-            item |= {"type": "message", "role": "assistant", "content": []}
-        elif kind == "reasoning":
-            item |= {"type": "reasoning", "summary": [], "content": []}
-        else:
-            item |= {"type": "function_call", "call_id": call, "name": name, "arguments": ""}
-        self.output.append(item)
-        found = [self.event("response.output_item.added", output_index=at, item=dict(item))]
-        if kind == "content":
-            part = {"type": "output_text", "text": "", "annotations": []}
-            found.append(self.event("response.content_part.added", output_index=at, item_id=id, content_index=0, part=part))
-        return found
-
-    def close(self, status: str = "completed") -> list[str]:
-        """Ends the open item."""
-        if not self._kind:
-            return []
-        at, item, kind = len(self.output) - 1, self.output[-1], self._kind
-        self._kind, item["status"] = "", status
-        place = {"output_index": at, "item_id": item["id"]}
-        found = []
-        if kind == "content":
-            part = {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
-            item["content"] = [part]
-            found = [self.event("response.output_text.done", **place, content_index=0, text=self._text, logprobs=[]),
-                     self.event("response.content_part.done", **place, content_index=0, part=part)]
-        elif kind == "reasoning":
-            item["content"] = [{"type": "reasoning_text", "text": self._text}]
-            found = [self.event("response.reasoning_text.done", **place, content_index=0, text=self._text)]
-        else:
-            item["arguments"] = self._text
-            found = [self.event("response.function_call_arguments.done", **place, arguments=self._text, name=item["name"])]
-        return [*found, self.event("response.output_item.done", output_index=at, item=dict(item))]
-
-    def take(self, e: Any) -> list[str]:
-        """The events of one of ours."""
-        if e.kind == "end":
-            return self.close()
-        found: list[str] = []
-        if e.kind == "call":
-            return [*self.close(), *self._open("call", e.name, e.id)]
-        if e.kind in ("content", "reasoning") and self._kind != e.kind:
-            found = [*self.close(), *self._open(e.kind)]
-        self._text += e.text
-        place = {"output_index": len(self.output) - 1, "item_id": self.output[-1]["id"], "delta": e.text}
-        if e.kind == "content":
-            return [*found, self.event("response.output_text.delta", **place, content_index=0, logprobs=[])]
-        if e.kind == "reasoning":
-            return [*found, self.event("response.reasoning_text.delta", **place, content_index=0)]
-        return [*found, self.event("response.function_call_arguments.delta", **place)]
-
-
-def _response(r: ResponsesRequest, items: Items, model: str, status: str, created: int, choice: Choice | None = None) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "id": items.id, "object": "response", "created_at": created, "status": status, "model": model, "output": items.output, "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None, "instructions": r.instructions,
-        "metadata": r.metadata or {}, "parallel_tool_calls": r.parallel_tool_calls is not False, "temperature": r.temperature, "top_p": r.top_p,
-        "tool_choice": r.tool_choice or "auto", "tools": r.tools or [], "max_output_tokens": r.max_output_tokens, "store": False, "usage": None}
-    if choice is not None:
-        t = choice.reply.answer.timings
-        found["usage"] = {"input_tokens": t.prompt_tokens, "output_tokens": t.tokens, "total_tokens": t.prompt_tokens + t.tokens,
-                          "input_tokens_details": {"cached_tokens": t.cached_tokens}, "output_tokens_details": {"reasoning_tokens": 0}}
-    return found
-
-
-async def run(relay: Relay, r: ResponsesRequest, job: Prepared, model: str) -> AsyncGenerator[tuple[str, dict[str, Any] | None], None]:
-    """(event, None) as things happen, and at the end (event, the whole response)."""
-    items, choice, created, finish = Items(job.job.id.replace("chatcmpl-", "resp_")), Choice(job, 0), int(time.time()), "stop"
-    for kind in ("response.created", "response.in_progress"):
-        yield items.event(kind, response=_response(r, items, model, "in_progress", created)), None
+async def run(relay: Relay, answer: ResponseAnswer, job: Prepared) -> AsyncGenerator[str, None]:
+    """Events as things happen, the whole response last."""
+    for told in answer.begin():
+        yield told
     async with aclosing(merged(relay, [job])) as outputs:
         async for _, output in outputs:
-            chunk, events = choice.take(output)
-            for e in events:
-                for told in items.take(e):
-                    yield told, None
-            finish = choice.finish_reason(chunk) if chunk.finish else finish
-    status = "incomplete" if finish == "length" else "completed"
-    for told in items.close(status):
-        yield told, None
-    whole = _response(r, items, model, status, created, choice)
-    yield items.event(f"response.{status}", response=whole), whole
+            for told in answer.add(0, output):
+                yield told
+    for told in answer.end():
+        yield told
 
 
 def add_routes(app: FastAPI, desk: Any) -> None:
@@ -193,20 +37,10 @@ def add_routes(app: FastAPI, desk: Any) -> None:
         job = await desk.off(lambda: prepare.chat(chat_request(body), desk.texts))
         desk.relay.admit(1)
 
-        async def events() -> AsyncGenerator[str, None]:
-            async with aclosing(run(desk.relay, body, job, desk.name)) as told:
-                async for e, _ in told:
-                    yield e
-
-        async def whole() -> dict[str, Any]:
-            last: dict[str, Any] = {}
-            async with aclosing(run(desk.relay, body, job, desk.name)) as told:
-                async for _, found in told:
-                    last = found or last
-            return last
+        answer = ResponseAnswer(body, job, desk.name)
 
         def shape(e: HeteroError) -> str:
             return event({"type": "error", "sequence_number": 0, **openai_error(e)["error"]}, "error")
         if body.stream:
-            return sse(guarded(desk.limited(desk.meter.watch(events())), shape))
-        return await desk.whole(request, desk.meter.one(whole()))
+            return sse(guarded(desk.limited(desk.meter.watch(run(desk.relay, answer, job))), shape))
+        return await desk.whole(request, desk.meter.one(whole(desk.relay, [job], answer)))

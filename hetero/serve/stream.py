@@ -1,17 +1,17 @@
 """Answers on the wire: server-sent events with keep-alive, whole answers that end with their client, errors in each API's shape; knows no model."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from hetero.errors import BadRequest, ContextExceeded, EngineFailed, HeteroError
+from hetero.errors import BadRequest, EngineFailed, HeteroError
 from hetero.request import Output
-from hetero.serve.prepare import Prepared
 from hetero.serve.relay import Overloaded, Relay
+from hetero.wire.answers import error_body
+from hetero.wire.prepare import Prepared
 
 KEEP_ALIVE_S = 10.0
 T = TypeVar("T")
@@ -26,19 +26,9 @@ def status_of(e: HeteroError) -> int:
     return 400 if isinstance(e, BadRequest) else 429 if isinstance(e, Overloaded) else 503 if isinstance(e, EngineFailed) else 500
 
 
-def openai_error(e: HeteroError, status: int | None = None) -> dict[str, Any]:
-    """The error object of OpenAI's API; the hint is part of the message."""
-    status = status or status_of(e)
-    kind = {400: "invalid_request_error", 429: "rate_limit_error"}.get(status, "server_error")
-    code = "context_length_exceeded" if isinstance(e, ContextExceeded) else None
-    message = f"{e.message} ({e.hint})" if e.hint else e.message
-    return {"error": {"message": message, "type": kind, "param": e.param if isinstance(e, BadRequest) else None, "code": code}}
-
-
-def event(data: Any, name: str = "") -> str:
-    """One server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
+def openai_error(e: HeteroError) -> dict[str, Any]:
+    """The error object of OpenAI's API."""
+    return error_body(e, status_of(e))
 
 
 def sse(events: AsyncGenerator[str, None]) -> StreamingResponse:

@@ -3,57 +3,27 @@
 Runs in a process of its own (`main`), or in a thread around a scripted engine (tests). The parent's end of the pipe closing ends it.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hetero.engine.scheduler import Limits
 from hetero.errors import BadRequest, EngineFailed, HeteroError
 from hetero.options import Options
-from hetero.request import Mask, Output, Request, Sampling
-from hetero.text import reply
+from hetero.request import Mask, Output, Request
+from hetero.text.grammar import Vocabulary
 from hetero.text.tokenizer import Tokenizer
+from hetero.wire.prepare import mask_of, request_of
+from hetero.wire.records import Info, Job
 
 if TYPE_CHECKING:
     from hetero.llm import LLM
 
 BEAT_S = 0.25                            # an idle worker says that it lives so often
-
-
-@dataclass(frozen=True)
-class Job:
-    """A request as it crosses the pipe: plain data. `grammar`: llguidance text, checked before; `after`: it holds after this text (reasoning's end);
-    `may_open`: or from the start, unless this token comes first."""
-
-    id: str
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    grammar: str | None = None
-    after: str = ""
-    may_open: int | None = None
-    cache_prompt: bool = True
-    priority: int = 0
-
-
-@dataclass(frozen=True)
-class Info:
-    """What the server must know of the model: where its tokenizer lies, what it may be asked, and what its authors recommend."""
-
-    name: str
-    folder: str
-    vocab: int
-    context: int
-    sampling: Sampling = field(default_factory=Sampling)
-    sampling_sources: dict[str, str] = field(default_factory=dict)
-    options: tuple[tuple[str, str, str], ...] = ()
-    limits: Limits = field(default_factory=Limits)
-    files: dict[str, str] = field(default_factory=dict)     # small files of a model that is one container (GGUF), by name
 
 
 class Engine(Protocol):
@@ -86,8 +56,8 @@ class Worker:
     def __init__(self, pipe: Connection, host: Host) -> None:
         self._pipe, self._host, self._ended = pipe, host, False
         self._pool = ThreadPoolExecutor(1, "grammar")
-        self._compiling: dict[str, tuple[Job, Future[Mask]]] = {}
-        self._vocabulary: Any = None
+        self._compiling: dict[str, tuple[Job, Future[Mask | None]]] = {}
+        self._vocabulary = Vocabulary(host.tokenizer, host.info.vocab)
         self._beat_s = 0.0
 
     def run(self) -> None:
@@ -130,15 +100,8 @@ class Worker:
         else:
             self._compiling[job.id] = (job, self._pool.submit(self._mask, job))
 
-    def _mask(self, job: Job) -> Mask:
-        from hetero.text import grammar
-
-        if self._vocabulary is None:
-            self._vocabulary = grammar.Vocabulary(self._host.tokenizer, self._host.info.vocab)
-        mask: Mask = self._vocabulary.mask(job.grammar)
-        if job.after:
-            mask = grammar.AfterReasoning(mask, self._host.tokenizer, self._host.info.vocab, job.after, job.may_open)
-        return mask
+    def _mask(self, job: Job) -> Mask | None:
+        return mask_of(job, self._vocabulary)
 
     def _start_compiled(self) -> None:
         for id, (job, future) in list(self._compiling.items()):
@@ -150,9 +113,8 @@ class Worker:
                     self._refuse(id, e)
 
     def _start(self, job: Job, mask: Mask | None) -> None:
-        watcher = reply.watcher(self._host.tokenizer, job.sampling)
         try:
-            self._host.engine.add(Request(job.id, job.prompt, job.sampling, job.priority, mask, watcher, job.cache_prompt))
+            self._host.engine.add(request_of(job, mask, self._host.tokenizer))
         except BadRequest as e:
             self._refuse(job.id, e)
 
@@ -162,13 +124,7 @@ class Worker:
 
 def host_of(model: "LLM") -> Host:
     """A loaded model as the loop takes it."""
-    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json") if model.source.gguf else ()
-    files = {n: text for n in names if (text := model.source.text(n)) is not None}
-    if files:
-        files["config.json"] = json.dumps(model.source.config)
-    info = Info(model.name, str(model.source.folder), model.vocab, model.engine.context, model.sampling, model.sampling_sources,
-                tuple(model.options.rows()), model.engine.limits, files)
-    return Host(info, model.engine, model.tokenizer, lambda: model.report().record())
+    return Host(model.info(), model.engine, model.tokenizer, lambda: model.report().record())
 
 
 def main(pipe: Connection, name: str | None, options: Options) -> None:

@@ -15,9 +15,10 @@ from hetero.engine.scripted import Script, ScriptedEngine
 from hetero.request import Sampling
 from hetero.serve import relay
 from hetero.serve.app import Settings, make
-from hetero.serve.worker import Host, Info
+from hetero.serve.worker import Host
 from hetero.text import tokenizer
 from hetero.weights.source import EMBEDDED
+from hetero.wire.records import Info
 
 HERMES = ("{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }} as <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call><|im_end|>\n{% endif %}"
           "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('System message must come first.') }}{% endif %}<|im_start|>{{ m.role }}\n"

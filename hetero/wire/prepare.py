@@ -12,15 +12,15 @@ from typing import Any
 
 from hetero.engine.admission import validate
 from hetero.errors import BadRequest
-from hetero.request import Request, Sampling
-from hetero.serve.schema import MAX_STOP_CHARS, ChatRequest, Message, ResponseFormat, Sampled, Tool
-from hetero.serve.worker import Info, Job
+from hetero.request import Mask, Request, Sampling
 from hetero.text import formats, grammar, parse, template, tokenizer
 from hetero.text.formats import Format, Harmony
 from hetero.text.parse import Parser
-from hetero.text.reply import Reply
+from hetero.text.reply import Reply, watcher
 from hetero.text.template import Prompt, Template
 from hetero.text.tokenizer import Tokenizer
+from hetero.wire.records import Info, Job
+from hetero.wire.schema import MAX_STOP_CHARS, ChatRequest, Message, ResponseFormat, Sampled, Tool
 
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "min_tokens",
           "ignore_eos", "n")
@@ -73,6 +73,19 @@ class Prepared:
 
     def parser(self) -> Parser:
         return parse.parser(self.texts.tokenizer, self.texts.format, self.prompt.text, self.tools)
+
+
+def request_of(job: Job, mask: Mask | None, tok: Tokenizer) -> Request:
+    """The job as the engine takes it."""
+    return Request(job.id, job.prompt, job.sampling, job.priority, mask, watcher(tok, job.sampling), job.cache_prompt)
+
+
+def mask_of(job: Job, vocabulary: grammar.Vocabulary) -> Mask | None:
+    """What holds the job to its grammar, None when it has none."""
+    if job.grammar is None:
+        return None
+    mask: Mask = vocabulary.mask(job.grammar)
+    return grammar.AfterReasoning(mask, vocabulary.tokenizer, vocabulary.size, job.after, job.may_open) if job.after else mask
 
 
 def new_id(kind: str) -> str:

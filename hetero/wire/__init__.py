@@ -1,0 +1,1 @@
+"""OpenAI's bodies in and out, for every face that speaks them."""
