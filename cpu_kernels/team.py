@@ -133,7 +133,8 @@ class Team:
         self.cores = tuple(taken[i % len(taken)] for i in range(count))
         self.threads = count
         self.shared = self._hold.shared or len(set(self.cores)) < count
-        self.reason = "as told" if explicit else machine.reason
+        fewer = machine.threads - count
+        self.reason = "as told" if explicit else machine.reason + (f", less {fewer} held by another process's team" if fewer > 0 else "")
         self._spin_s = spin_s
         self._lock = threading.Lock()
         self._pid = os.getpid()

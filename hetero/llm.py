@@ -29,7 +29,7 @@ from hetero.model.experts import expert_layer
 from hetero.model.step import single
 from hetero.model.weights import Weights
 from hetero.options import Options
-from hetero.report import Report
+from hetero.report import Report, spans
 from hetero.request import Output, Request, Sampling
 from hetero.text import template, tokenizer
 from hetero.text.reply import Answer, Chunk, Reply, collect, sampling_defaults, watcher
@@ -184,8 +184,8 @@ class LLM:
         filled, machine = self.bank.filled, self.machine
         assert filled is not None
         kept = sorted({str(o) for o in filled.origins.values()})
-        facts = {"machine": f"{machine.name}, {machine.cores} cores, {self.isa}", "team": f"{self.team.threads} threads on cores {self.team.cores}"
-                 + (", shared with another process" if self.team.shared else ""),
+        facts = {"machine": f"{machine.name}, {machine.cores} cores, {self.isa}", "team": f"{self.team.threads} thread{'s' * (self.team.threads > 1)} on core{'s' * (self.team.threads > 1)} "
+                 f"{spans(self.team.cores)}: {self.team.reason}" + (", shared with another process" if self.team.shared else ""),
                  "experts": f"from {filled.by} in {filled.seconds:.1f} s: {'; '.join(kept)}",
                  "expert memory": f"{filled.nbytes / 2**20:.0f} MiB, {filled.huge}",
                  **({"packed cache": f"not written: {filled.cache_note}"} if filled.cache_note else {}),

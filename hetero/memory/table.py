@@ -35,10 +35,15 @@ def _terms(terms: tuple[Term, ...]) -> list[str]:
     return _columns([(t.name, f"{t.seconds * 1e3:.2f} ms", t.text) for t in terms])
 
 
+def _count(n: int) -> str:
+    """Parameters as people write them: 30.5B, 35.7M."""
+    return f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.1f}M"
+
+
 def text(plan: Plan, machine: Machine) -> str:
     """The plan as lines of text: weights, memory by item against its limit, KV, speed with the formula's terms, and the verdict."""
-    total, active, looked_up = plan.total_params / 1e9, plan.active_params / 1e9, plan.active_params_with_embedding / 1e9
-    lines = [f"{plan.family}: {total:.1f}B parameters, {active:.1f}B active per token ({looked_up:.1f}B with the embedding)",
+    total, active, looked_up = (_count(n) for n in (plan.total_params, plan.active_params, plan.active_params_with_embedding))
+    lines = [f"{plan.family}: {total} parameters, {active} active per token ({looked_up} with the embedding)",
              f"on {machine.name or 'this machine'}: {machine.cores} cores, {machine.gpu if plan.device != 'cpu' else 'no GPU used'}", "", "weights"]
     lines += _columns([("layers", "kind", "device", "format", "bytes"), *_pieces(plan)])
     for where, items, total_bytes, limit in (("GPU memory", plan.vram, plan.vram_bytes, plan.vram_limit_bytes),

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from cpu_kernels import cpu
+from cpu_kernels.team import Team
 
 
 def machine(root: Path, count: int, smt: int = 1, files: dict[str, str] | None = None) -> Path:
@@ -107,3 +108,14 @@ def test_cores_count_as_free_where_no_lock_can_be_kept(tmp_path):
     (tmp_path / "file").write_text("")
     held = cpu.hold([1, 0], 2, tmp_path / "file" / "locks")
     assert held.cores == (1, 0) and not held.shared
+
+
+def test_a_team_that_got_fewer_cores_says_who_holds_the_others(monkeypatch, tmp_path):
+    lonely = cpu.hold(cpu.read().pick(1), 1, tmp_path / "locks")
+    real = cpu.hold
+    monkeypatch.setattr(cpu, "hold", lambda wanted, count: real(wanted, count, tmp_path / "locks"))
+    if cpu.read().threads == 1:
+        pytest.skip("one thread: the second team shares its core")
+    with Team() as team:
+        assert team.threads == cpu.read().threads - 1 and lonely.cores[0] not in team.cores
+        assert team.reason == f"{cpu.read().reason}, less 1 held by another process's team"

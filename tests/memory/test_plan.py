@@ -170,3 +170,7 @@ def test_an_unpinned_plan_never_exceeds_a_card_that_holds_the_dense_part(vram, r
         assert found.vram_short_bytes == 0, found.vram
     assert found.kv_tokens >= min(found.ctx, 2048)
     assert found.fits == (found.shortfall == "") and bool(found.changes) != found.fits
+
+
+def test_small_models_are_counted_in_millions():
+    assert [table._count(n) for n in (30_532_122_624, 35_700_000, 1_000_000_000)] == ["30.5B", "35.7M", "1.0B"]
