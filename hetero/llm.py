@@ -184,8 +184,10 @@ class LLM:
         filled, machine = self.bank.filled, self.machine
         assert filled is not None
         kept = sorted({str(o) for o in filled.origins.values()})
-        facts = {"machine": f"{machine.name}, {machine.cores} cores, {self.isa}", "team": f"{self.team.threads} thread{'s' * (self.team.threads > 1)} on core{'s' * (self.team.threads > 1)} "
-                 f"{spans(sorted(self.team.cores))}: {self.team.reason}" + (", shared with another process" if self.team.shared else ""),
+        team = self.team
+        seats = f"{team.threads} thread{'s'[:team.threads - 1]} on core{'s'[:team.threads - 1]} {spans(sorted(team.cores))}: {team.reason}"
+        facts = {"machine": f"{machine.name}, {machine.cores} cores, {self.isa}",
+                 "team": seats + (", shared with another process" if team.shared else ""),
                  "experts": f"from {filled.by} in {filled.seconds:.1f} s: {'; '.join(kept)}",
                  "expert memory": f"{filled.nbytes / 2**20:.0f} MiB, {filled.huge}",
                  **({"packed cache": f"not written: {filled.cache_note}"} if filled.cache_note else {}),
