@@ -86,8 +86,9 @@ def add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name; not given: the embedded model")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     serve.add_argument("--port", type=int, default=8080, help="[8080]")
-    serve.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
+    serve.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call the model; answers bear the first")
     serve.add_argument("--api-key-file", metavar="FILE", help="keys that clients must send, one a line; only its owner may read it")
+    serve.add_argument("--admin-key-file", metavar="FILE", help="keys for loading and unloading models, likewise; without it nobody can")
     serve.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="a web page that may ask; may be given again")
     serve.add_argument("--max-requests", type=int, default=64, metavar="N", help="most requests running or waiting; more get 429 [64]")
     serve.add_argument("--max-body", default="16M", metavar="SIZE", help="largest request [16M]")
@@ -253,7 +254,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
     options = from_flags(args)
     try:
-        from hetero.serve.app import Settings
+        from hetero.serve.door import Settings
         from hetero.serve.run import Place, read_keys, serve
     except ImportError as e:
         raise BadOption(f"the server's packages are not installed ({e.name})", "pip install 'hetero-moe[serve]'") from e
@@ -262,9 +263,11 @@ def run_serve(args: argparse.Namespace) -> int:
     except ValueError as e:
         raise BadOption(f"--max-body {args.max_body!r} cannot be meant", f"expected {e}") from e
     merge = frozenset(name for name, on in (("system", args.merge_system), ("consecutive", args.merge_consecutive)) if on)
-    settings = Settings(args.served_model_name, read_keys(Path(args.api_key_file)) if args.api_key_file else (), tuple(args.cors_origin), body,
-                        args.time_limit, args.tool_format, Path(args.chat_template) if args.chat_template else None, merge)
-    place = Place(args.host, args.port, args.drain_timeout, args.max_requests, args.log_json)
+    keys = read_keys(Path(args.api_key_file)) if args.api_key_file else ()
+    admins = read_keys(Path(args.admin_key_file), "--admin-key-file") if args.admin_key_file else ()
+    settings = Settings(tuple(args.served_model_name), keys, admins, tuple(args.cors_origin), body, args.time_limit, args.drain_timeout,
+                        args.tool_format, Path(args.chat_template) if args.chat_template else None, merge)
+    place = Place(args.host, args.port, args.max_requests, args.log_json)
     return serve(args.model, options, settings, place, notify_address())
 
 

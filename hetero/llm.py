@@ -195,10 +195,13 @@ class LLM:
                  "planned": f"{self.plan.ram_bytes / 2**20:.0f} MiB, decode {self.plan.decode_tok_s:.0f} tok/s", "loaded in": f"{self.load_s:.1f} s",
                  **self.placed.facts,
                  **({"notes": "; ".join(self.source.notes)} if self.source.notes else {})}
-        stats = self.engine.stats()
-        speeds = {"decode tok/s": stats.decode_tokens / stats.decode_s if stats.decode_s else 0.0}
         rows = tuple(self.placed.decoder.report())
-        return Report(self.name, facts, rows, tuple(self.options.rows()), self.placed.checks, speeds if stats.decode_s else {})
+        return Report(self.name, facts, rows, tuple(self.options.rows()), self.placed.checks, self.speeds())
+
+    def speeds(self) -> dict[str, float]:
+        """What was reached since the start, from the engine's counters; named as the report names it."""
+        stats = self.engine.stats()
+        return {"decode tok/s": stats.decode_tokens / stats.decode_s} if stats.decode_s else {}
 
     def close(self) -> None:
         """Ends the threads; the model cannot be used any more."""

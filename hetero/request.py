@@ -92,6 +92,7 @@ class Request:
     mask: Mask | None = None
     watcher: Watcher | None = None
     cache_prompt: bool = True
+    progress: bool = False               # an output for each chunk of the prompt
 
 
 @dataclass(frozen=True)
@@ -118,3 +119,4 @@ class Output:
     cache_miss: str | None = None        # why no more of the prompt was reused
     prompt_tokens: int = 0
     seed: int = 0
+    read_tokens: int = 0                 # above 0: no token yet, so much of the prompt is read (`Request.progress`)

@@ -196,6 +196,7 @@ class Engine:
         for w in work:
             if w.sequence.row >= 0:
                 self.scheduler.advance(w)
+        outputs += [self._read(w.sequence) for w, _ in chunks if w.sequence.request.progress and w.sequence.row >= 0 and not w.sequence.generated]
         for (w, _), choice in zip(picked, choices, strict=True):
             if choice.fault == "mask":
                 outputs.append(self._end(w.sequence, (), "error", error=w.sequence.trouble or "the constraint allows no token here"))
@@ -300,6 +301,11 @@ class Engine:
         first = sequence.generated == len(tokens)
         return Output(sequence.request.id, sequence.index, tokens, (logprob,) if logprob else (), tuple(sequence.prompt_scores) if first else (),
                       finish, error, sequence.cached_tokens, sequence.cache_miss, sequence.prompt_length, sequence.seed)
+
+    def _read(self, sequence: Sequence) -> Output:
+        """How much of a prompt is read."""
+        return Output(sequence.request.id, sequence.index, (), cached_tokens=sequence.cached_tokens, prompt_tokens=sequence.prompt_length,
+                      read_tokens=sequence.computed)
 
     def _fail(self, failure: EngineFailed) -> list[Output]:
         """The engine cannot go on: every request ends with the reason."""

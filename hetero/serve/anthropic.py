@@ -8,20 +8,16 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
 from pydantic import Field, ValidationError
 
 from hetero.errors import BadRequest, HeteroError
+from hetero.serve.door import anthropic_error
 from hetero.serve.relay import Relay
-from hetero.serve.stream import guarded, merged, openai_error, sse
-from hetero.serve.stream import status_of as plain_status
+from hetero.serve.stream import View, merged, openai_error, status_of
 from hetero.wire import prepare
 from hetero.wire.answers import Choice, event
-from hetero.wire.prepare import Prepared
+from hetero.wire.prepare import Prepared, Texts
 from hetero.wire.schema import ChatRequest, Number, Text, Wire
-
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
-         503: "overloaded_error"}
 
 
 class Block(Wire):
@@ -44,6 +40,7 @@ class AnthropicTool(Wire):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: Text | None = None
     input_schema: dict[str, Any] = Field(default_factory=dict)
+    strict: bool | None = None
 
 
 class ToolChoice(Wire):
@@ -67,14 +64,6 @@ class MessagesRequest(CountRequest):
     top_k: int | None = None
     stop_sequences: Annotated[list[str], Field(max_length=16)] | None = None
     stream: bool | None = None
-
-
-def status_of(e: HeteroError) -> int:
-    return plain_status(e)
-
-
-def error_body(message: str, status: int) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": TYPES.get(status, "api_error"), "message": message}}
 
 
 def _text(content: Any, place: str) -> str:
@@ -116,8 +105,8 @@ def chat_request(r: CountRequest) -> ChatRequest:
     choice = r.tool_choice
     body: dict[str, Any] = {"messages": messages, "continue_final_message": messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]}
     if r.tools:
-        body["tools"] = [{"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.input_schema}}
-                         for t in r.tools]
+        body["tools"] = [{"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.input_schema,
+                                                           "strict": t.strict}} for t in r.tools]
     if choice:
         body["tool_choice"] = {"type": "function", "function": {"name": choice.name or ""}} if choice.type == "tool" else \
             {"any": "required"}.get(choice.type, choice.type)
@@ -152,10 +141,11 @@ def _arguments(text: str) -> Any:
         return {"_incomplete": text}
 
 
-async def message(relay: Relay, job: Prepared, model: str) -> dict[str, Any]:
+async def message(relay: Relay, jobs: list[Prepared], model: str, body: MessagesRequest) -> dict[str, Any]:
     """A whole message."""
+    job = jobs[0]
     choice, finish = Choice(job, 0), "stop"
-    async with aclosing(merged(relay, [job])) as outputs:
+    async with aclosing(merged(relay, jobs)) as outputs:
         async for _, output in outputs:
             chunk, _ = choice.take(output)
             finish = choice.finish_reason(chunk) if chunk.finish else finish
@@ -172,13 +162,14 @@ STARTS: dict[str, dict[str, Any]] = {"reasoning": {"type": "thinking", "thinking
 DELTAS = {"reasoning": ("thinking_delta", "thinking"), "content": ("text_delta", "text"), "arguments": ("input_json_delta", "partial_json")}
 
 
-async def message_events(relay: Relay, job: Prepared, model: str) -> AsyncGenerator[str, None]:
+async def message_events(relay: Relay, jobs: list[Prepared], model: str, body: MessagesRequest) -> AsyncGenerator[str, None]:
     """The same as events: one block after the other, each opened, filled and closed."""
+    job = jobs[0]
     choice, index, open_kind, finish = Choice(job, 0), -1, "", "stop"
     start: dict[str, Any] = {"id": job.job.id, "type": "message", "role": "assistant", "model": model, "content": [], "stop_reason": None,
                              "stop_sequence": None, "usage": {"input_tokens": len(job.job.prompt), "output_tokens": 0}}
     yield event({"type": "message_start", "message": start}, "message_start")
-    async with aclosing(merged(relay, [job])) as outputs:
+    async with aclosing(merged(relay, jobs)) as outputs:
         async for _, output in outputs:
             chunk, events = choice.take(output)
             for e in events:
@@ -203,22 +194,15 @@ async def message_events(relay: Relay, job: Prepared, model: str) -> AsyncGenera
     yield event({"type": "message_stop"}, "message_stop")
 
 
-def add_routes(app: FastAPI, desk: Any) -> None:
-    @app.post("/v1/messages")
-    async def messages(body: MessagesRequest, request: Request) -> Any:
-        desk.note(body)
-        desk.relay.admit(1)
-        job = await desk.off(lambda: prepare.chat(chat_request(body), desk.texts))
-        desk.relay.admit(1)
-        if body.stream:
-            def shape(e: HeteroError) -> str:
-                return event(error_body(openai_error(e)["error"]["message"], status_of(e)), "error")
-            return sse(guarded(desk.limited(desk.meter.watch(message_events(desk.relay, job, desk.name))), shape))
-        return await desk.whole(request, desk.meter.one(message(desk.relay, job, desk.name)))
+def count(r: CountRequest, t: Texts) -> int:
+    """Tokens of a prompt."""
+    asked = chat_request(r)
+    return len(prepare.render(t, asked.messages, prepare.tools_of(asked.tools), None, None, asked.continue_final_message).ids)
 
-    @app.post("/v1/messages/count_tokens")
-    async def count(body: CountRequest) -> Any:
-        def work() -> int:
-            r = chat_request(body)
-            return len(prepare.render(desk.texts, r.messages, prepare.tools_of(r.tools), None, None, r.continue_final_message).ids)
-        return {"input_tokens": await desk.off(work)}
+
+def fault(e: HeteroError) -> str:
+    return event(anthropic_error(openai_error(e)["error"]["message"], status_of(e)), "error")
+
+
+# Their clients name models of theirs, so the name is not checked.
+VIEW = View(lambda body, texts: [prepare.chat(chat_request(body), texts)], message_events, message, fault, named=False)

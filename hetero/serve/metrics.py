@@ -1,14 +1,17 @@
 """Numbers for Prometheus: gauges and counters of the engine, histograms of what clients felt; knows no route."""
 
+import re
 import time
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Awaitable
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from hetero.serve.relay import Relay
+from hetero.request import Output
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from hetero.serve.seat import Seat
+
 TTFT_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TPOT_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 GAUGES = {"running", "waiting", "pages", "pages_held", "pages_cached", "host_pages", "host_pages_used", "worst_gap_s"}
@@ -36,52 +39,62 @@ class Histogram:
 
 
 class Meter:
-    """What requests felt: time to the first event with content, and per event after it."""
+    """What requests felt, over all APIs: time to the first token, and per token after it; how they ended, and why their prompts were not cached."""
 
     def __init__(self) -> None:
         self.ttft, self.tpot = Histogram(TTFT_S), Histogram(TPOT_S)
         self.left = 0                        # clients that left before their answer was whole
+        self.misses: Counter[str] = Counter()
 
-    async def watch(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        began, first, n = time.monotonic(), 0.0, 0
-        done = False
-        try:
-            async for e in events:
-                n += 1
-                if n == 2:                   # the first one only says who speaks
-                    first = time.monotonic()
-                    self.ttft.add(first - began)
-                yield e
-            done = True
-        finally:
-            await events.aclose()
-            self.left += not done
-            if first and n > 4:
-                self.tpot.add((time.monotonic() - first) / (n - 3))
-
-    async def one(self, work: Awaitable[T]) -> T:
-        done = False
-        try:
-            found = await work
-            done = True
-        finally:
-            self.left += not done
-        if isinstance(found, dict) and (t := found.get("timings")):
-            self.ttft.add(t["ttft_s"])
-            if t["decode_tok_s"]:
-                self.tpot.add(1 / t["decode_tok_s"])
-        return found
+    def begin(self) -> "Felt":
+        return Felt(self)
 
 
-def text(relay: Relay, meter: Meter) -> str:
+class Felt:
+    """One request as it goes."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter, self._began_s, self._first_s, self._last_s, self._tokens = meter, time.monotonic(), 0.0, 0.0, 0
+
+    def take(self, output: Output) -> None:
+        if not output.tokens or output.index:
+            return
+        self._last_s = time.monotonic()
+        if not self._tokens:
+            self._first_s = self._last_s
+            self._meter.ttft.add(self._first_s - self._began_s)
+            if output.cache_miss:
+                self._meter.misses[output.cache_miss.split("@")[0]] += 1
+        self._tokens += len(output.tokens)
+
+    def end(self, left: bool) -> None:
+        """left: its client did not wait for the whole."""
+        self._meter.left += left
+        if self._tokens > 1:
+            self._meter.tpot.add((self._last_s - self._first_s) / (self._tokens - 1))
+
+
+def text(seat: "Seat", meter: Meter) -> str:
     """All of it in Prometheus' text format."""
-    lines = ["# TYPE hetero_up gauge", f"hetero_up {int(relay.alive)}",
-             "# TYPE hetero_requests_active gauge", f"hetero_requests_active {relay.active}",
-             "# TYPE hetero_clients_left_total counter", f"hetero_clients_left_total {meter.left}"]
-    stats: dict[str, Any] = relay.stats
+    relay = seat.loaded.relay if seat.loaded else None
+    lines = metric("up", "gauge", int(relay is not None and relay.alive))
+    lines += metric("requests_active", "gauge", relay.active if relay else 0)
+    lines += metric("clients_left_total", "counter", meter.left)
+    stats: dict[str, Any] = relay.stats if relay else {}
     for name, value in stats.items():
         if isinstance(value, (int, float)):
-            gauge = name in GAUGES
-            full = f"hetero_{name}" + ("" if gauge else "_total")
-            lines += [f"# TYPE {full} {'gauge' if gauge else 'counter'}", f"{full} {value:g}"]
+            lines += metric(name if name in GAUGES else f"{name}_total", "gauge" if name in GAUGES else "counter", value)
+    if stats.get("pages"):
+        lines += metric("kv_usage_ratio", "gauge", stats["pages_held"] / stats["pages"])
+    if stats.get("prompt_tokens"):
+        lines += metric("prefix_cache_hit_ratio", "gauge", stats["cached_tokens"] / stats["prompt_tokens"])
+    for name, value in (relay.speeds if relay else {}).items():
+        lines += metric(re.sub(r"[^a-z0-9]+", "_", name.lower().replace("/", "_per_")).strip("_"), "gauge", value)
+    if meter.misses:
+        lines += ["# TYPE hetero_prefix_cache_misses_total counter",
+                  *(f'hetero_prefix_cache_misses_total{{reason="{reason}"}} {n}' for reason, n in sorted(meter.misses.items()))]
     return "\n".join([*lines, *meter.ttft.lines("hetero_ttft_seconds"), *meter.tpot.lines("hetero_tpot_seconds")]) + "\n"
+
+
+def metric(name: str, kind: str, value: float) -> list[str]:
+    return [f"# TYPE hetero_{name} {kind}", f"hetero_{name} {value:g}"]

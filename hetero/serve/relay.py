@@ -16,6 +16,7 @@ from hetero.errors import BadRequest, EngineFailed, HeteroError
 from hetero.options import Options
 from hetero.request import Output
 from hetero.serve import worker
+from hetero.serve.metrics import Meter
 from hetero.serve.worker import Host, Worker
 from hetero.wire.records import Info, Job
 
@@ -26,6 +27,10 @@ class Overloaded(HeteroError):
     """The queue is full."""
 
 
+class NotReady(HeteroError):
+    """No model can answer now; another time one may."""
+
+
 class Relay:
     """One engine, many readers. Made by `spawn` (a process) or `around` (a thread: tests)."""
 
@@ -33,6 +38,8 @@ class Relay:
         self._pipe, self.most = pipe, most
         self.info: Info | None = None
         self.stats: dict[str, Any] = {}
+        self.speeds: dict[str, float] = {}
+        self.meter = Meter()
         self.failure: str | None = None
         self.process: Any = None
         self._queues: dict[str, asyncio.Queue[Any]] = {}
@@ -66,7 +73,7 @@ class Relay:
     def admit(self, jobs: int) -> None:
         """Raises Overloaded or EngineFailed when so many more jobs would not be taken now."""
         if self.failure is not None:
-            raise EngineFailed(self.failure, "the server must be started again")
+            raise EngineFailed(self.failure)
         if len(self._queues) + jobs > self.most:
             raise Overloaded(f"{self.most} requests are running or waiting", "try again a little later")
 
@@ -77,7 +84,7 @@ class Relay:
         """
         self.admit(1)
         inbox = self._queues[job.id] = asyncio.Queue()
-        left = job.sampling.n
+        left, felt = job.sampling.n, self.meter.begin()
         self._outbox.put(("add", job))
         try:
             while left:
@@ -86,8 +93,10 @@ class Relay:
                     left = 0
                     raise item
                 left -= item.finish is not None
+                felt.take(item)
                 yield item
         finally:
+            felt.end(left > 0)
             del self._queues[job.id]
             if left:
                 self._outbox.put(("abort", job.id))
@@ -106,7 +115,7 @@ class Relay:
         self._outbox.put(("end",))
         self._outbox.put(None)
         if self.process is not None:
-            self.process.join(wait_s)
+            self.process.join(wait_s if self.info is not None else 0.0)      # while it loads it does not listen
             if self.process.is_alive():
                 self.process.kill()
                 self.process.join()
@@ -133,6 +142,8 @@ class Relay:
             gone = ("failed", f"the engine sent something else: {e}")
         except RuntimeError:                     # the event loop is closed: nobody listens any more
             return
+        finally:
+            self._pipe.close()
         try:
             loop.call_soon_threadsafe(self._take, gone)
         except RuntimeError:
@@ -151,7 +162,7 @@ class Relay:
             if id in self._queues:
                 self._queues[id].put_nowait(BadRequest(text, hint, param))
         elif kind == "stats":
-            self.stats = rest[0]
+            self.stats, self.speeds = rest
         elif kind == "report":
             for asked in self._reports:
                 if not asked.done():
@@ -164,13 +175,14 @@ class Relay:
         elif kind == "loading":
             self.on_loading(*rest)
         else:
-            self._fail(rest[0])
+            self.fail(rest[0])
 
-    def _fail(self, why: str) -> None:
+    def fail(self, why: str) -> None:
+        """Everybody who waits hears why; nobody new is taken."""
         if self.failure is not None:
             return
         self.failure = why
-        error = EngineFailed(why, "the server must be started again")
+        error = EngineFailed(why)
         for inbox in self._queues.values():
             inbox.put_nowait(error)
         for asked in self._reports:
@@ -193,13 +205,19 @@ def spawn(name: str | None, options: Options, most: int) -> Relay:
     return made
 
 
-def around(host: Host, most: int = 64) -> Relay:
-    """A relay to a thread of this process around an engine that is already there: for tests and scripted engines."""
+def around(host: Host, most: int = 64, load_s: float = 0.0, fault: str | None = None) -> Relay:
+    """A relay to a thread of this process around an engine that is already there: for tests and scripted engines.
+
+    load_s: what loading seems to take; fault: why it fails.
+    """
     here, there = multiprocessing.Pipe()
 
     def work() -> None:
-        there.send(("ready", host.info))
-        Worker(there, host).run()
+        there.send(("loading", "reading", 0, 1))
+        time.sleep(load_s)
+        there.send(("ready", host.info) if fault is None else ("failed", fault))
+        if fault is None:
+            Worker(there, host).run()
         there.close()
     threading.Thread(target=work, daemon=True).start()
     return Relay(here, most)

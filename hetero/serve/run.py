@@ -1,6 +1,7 @@
 """Starts the server and ends it well: keys, the listening address, draining on SIGTERM, what systemd wants to hear; knows no route.
 
-First SIGTERM or Ctrl-C: no new requests, those in flight are finished (at most `drain_s`). Second: they are ended. A failed engine ends it too.
+The port is open while the model is being loaded: /health and /ready are 503 and say so. First SIGTERM or Ctrl-C: no new requests, those in flight
+are finished (at most `drain_s`). Second: they are ended. A failed engine ends it too.
 """
 
 import asyncio
@@ -20,7 +21,10 @@ import uvicorn
 from hetero.errors import BadOption, EngineFailed
 from hetero.options import Options
 from hetero.serve import relay as relays
-from hetero.serve.app import Settings, make
+from hetero.serve.app import make
+from hetero.serve.door import Settings
+from hetero.serve.seat import Loaded, Seat
+from hetero.wire.prepare import read_texts
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -31,22 +35,22 @@ class Place:
 
     host: str = "127.0.0.1"
     port: int = 8080
-    drain_s: float = 60.0
     most: int = 64
     json_log: bool = False
 
 
-def read_keys(file: Path) -> tuple[str, ...]:
-    """API keys, one a line, from a file that only its owner may read. BadOption names what is wrong with it."""
+def read_keys(file: Path, flag: str = "--api-key-file") -> tuple[str, ...]:
+    """Keys, one a line, from a file that only its owner may read. BadOption names what is wrong with it."""
     try:
-        mode, text = file.stat().st_mode, file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as f:
+            mode, text = os.fstat(f.fileno()).st_mode, f.read()
     except (OSError, UnicodeDecodeError) as e:
-        raise BadOption(f"--api-key-file {file}: {e}", "a text file with one key a line") from e
+        raise BadOption(f"{flag} {file}: {e}", "a text file with one key a line") from e
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise BadOption(f"--api-key-file {file}: others may read it", f"chmod 600 {file}")
+        raise BadOption(f"{flag} {file}: others may read it", f"chmod 600 {file}")
     keys = tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
     if not keys or any(not k.isascii() for k in keys):
-        raise BadOption(f"--api-key-file {file}: no keys in it, or keys beyond ASCII", "one key a line, such as from: openssl rand -hex 32")
+        raise BadOption(f"{flag} {file}: no keys in it, or keys beyond ASCII", "one key a line, such as from: openssl rand -hex 32")
     return keys
 
 
@@ -69,9 +73,9 @@ def notify(state: str, address: str) -> None:
 class Server(uvicorn.Server):
     """uvicorn's server that drains first."""
 
-    def __init__(self, config: uvicorn.Config, settings: Settings, place: Place, notify_address: str) -> None:
+    def __init__(self, config: uvicorn.Config, settings: Settings, notify_address: str = "") -> None:
         super().__init__(config)
-        self._settings, self._place, self._notify, self._ends_s = settings, place, notify_address, 0.0
+        self._settings, self._notify, self._ends_s = settings, notify_address, 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._settings.draining:
@@ -80,7 +84,7 @@ class Server(uvicorn.Server):
         self._settings.draining = True
         notify("STOPPING=1", self._notify)
         print(f"hetero-serve: finishing {self._settings.busy} requests (again: end at once)", file=sys.stderr, flush=True)
-        self._ends_s = time.monotonic() + self._place.drain_s
+        self._ends_s = time.monotonic() + self._settings.drain_s
 
     async def on_tick(self, counter: int) -> bool:
         if self._settings.draining and not self.should_exit and (self._settings.busy == 0 or time.monotonic() > self._ends_s):
@@ -90,50 +94,66 @@ class Server(uvicorn.Server):
 
 
 def serve(name: str | None, options: Options, settings: Settings, place: Place, notify_address: str = "") -> int:
-    """Loads, serves, drains, ends. 0 when it was asked to end; 1 when the engine failed."""
+    """Loads, serves, drains, ends. 0 when it was asked to end; EngineFailed when the model could not be loaded or the engine failed."""
     if place.host not in LOOPBACK and not settings.keys:
         print(f"warning: listening on {place.host} without --api-key-file: whoever reaches this machine can use it", file=sys.stderr)
-    relay = relays.spawn(name, options, place.most)
-    config = uvicorn.Config(make(relay, settings), place.host, place.port, log_level="warning", access_log=False, timeout_graceful_shutdown=5,
-                            server_header=False, h11_max_incomplete_event_size=64 << 10)
-    if place.json_log:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(JsonLines())
-        logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
-    server = Server(config, settings, place, notify_address)
-
-    def end() -> None:
-        server.should_exit = True
-    relay.on_failure = end
-    relay.on_loading = lambda doing, done, total: print(f"{doing}: {done >> 20} of {total >> 20} MiB", file=sys.stderr, flush=True)
-
-    async def run() -> None:
-        await relay.start()
-        serving = asyncio.ensure_future(server.serve())
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.05)
-        if server.started and not server.should_exit:
-            welcome(relay, settings, place)
-            notify("READY=1", notify_address)
-        await serving
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if place.json_log else logging.Formatter("%(asctime)s %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger("hetero").setLevel(logging.INFO)
+    seat = Seat(lambda source: relays.spawn(source, options, place.most),
+                lambda info: read_texts(info, settings.format, settings.chat_template, settings.merge), name, settings.names, settings.drain_s)
+    config = uvicorn.Config(make(seat, settings), place.host, place.port, log_level="warning", log_config=None, access_log=False,
+                            timeout_graceful_shutdown=5, server_header=False, h11_max_incomplete_event_size=64 << 10)
+    server = Server(config, settings, notify_address)
     try:
-        asyncio.run(run())
+        trouble = asyncio.run(run(server, seat, settings, place, notify_address))
     except SystemExit:                           # uvicorn's way of saying that it could not start
-        pass
+        return 1
     finally:
-        relay.close()
-    if relay.failure is not None and not settings.draining:
-        raise EngineFailed(relay.failure, "the lines above say what it was doing")
-    return 0 if server.started else 1
+        seat.close()
+    if trouble and not settings.draining:
+        raise EngineFailed(trouble)
+    return 0
 
 
-def welcome(relay: relays.Relay, settings: Settings, place: Place) -> None:
+async def run(server: Server, seat: Seat, settings: Settings, place: Place, notify_address: str) -> str:
+    """Serves until it ends; "" or why that was not meant."""
+    trouble: list[str] = []
+
+    def end(why: str) -> None:
+        trouble.append(why)
+        server.should_exit = True
+
+    def told(doing: str, done: int, total: int) -> None:
+        text = f"{doing}: {done >> 20} of {total >> 20} MiB"
+        print(text, file=sys.stderr, flush=True)
+        notify(f"STATUS={text}", notify_address)
+    seat.on_failure, seat.on_progress = end, told
+    serving = asyncio.ensure_future(server.serve())
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.02)
+    if not serving.done():
+        loading = seat.begin(None, None)
+        await asyncio.wait([serving, loading], return_when=asyncio.FIRST_COMPLETED)
+        if loading.done() and (failed := loading.exception()) is not None:
+            end(str(failed))
+        elif loading.done():
+            record = await loading.result().relay.report()
+            print(record.get("text", ""), file=sys.stderr, flush=True)
+            welcome(loading.result(), place)
+            notify("READY=1\nSTATUS=ready", notify_address)
+        else:
+            loading.cancel()
+    await serving
+    return trouble[0] if trouble else ""
+
+
+def welcome(here: Loaded, place: Place) -> None:
     """What is served, where, and where each default is from."""
-    info = relay.info
-    assert info is not None
-    lines = [f"hetero-serve: {settings.model_name or info.name} at http://{place.host}:{place.port} (process {os.getpid()})",
+    info = here.texts.info
+    lines = [f"hetero-serve: {', '.join(here.names)} at http://{place.host}:{place.port} (process {os.getpid()})",
              f"  context {info.context} tokens, up to {info.limits.max_batch} sequences at once, {place.most} requests running or waiting",
              *(f"  {n} = {v} ({where})" for n, v, where in info.options if where != "default"),
              *(f"  {n} = {getattr(info.sampling, n)} ({where})" for n, where in info.sampling_sources.items() if where != "default")]
     print("\n".join(lines), file=sys.stderr, flush=True)
-

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -9,9 +10,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from hetero.errors import BadRequest, EngineFailed, HeteroError
 from hetero.request import Output
-from hetero.serve.relay import Overloaded, Relay
+from hetero.serve.relay import NotReady, Overloaded, Relay
+from hetero.serve.seat import Conflict, UnknownModel
 from hetero.wire.answers import error_body
-from hetero.wire.prepare import Prepared
+from hetero.wire.prepare import Prepared, Texts
 
 KEEP_ALIVE_S = 10.0
 T = TypeVar("T")
@@ -22,13 +24,30 @@ class Gone(Exception):
     """The client closed the connection."""
 
 
+STATUS = {BadRequest: 400, UnknownModel: 404, Conflict: 409, Overloaded: 429, NotReady: 503, EngineFailed: 503}
+CODES = {UnknownModel: "model_not_found", NotReady: "model_not_ready"}
+
+
+@dataclass(frozen=True)
+class View:
+    """One API's way to ask and to answer: its body to jobs, jobs to events and to a whole answer, a fault in the middle of a stream to an event."""
+
+    prepare: Callable[[Any, Texts], list[Prepared]]
+    events: Callable[[Relay, list[Prepared], str, Any], AsyncGenerator[str, None]]
+    whole: Callable[[Relay, list[Prepared], str, Any], Awaitable[dict[str, Any]]]
+    fault: Callable[[HeteroError], str]
+    named: bool = True                   # a model that the body names must be the one that is served
+
+
 def status_of(e: HeteroError) -> int:
-    return 400 if isinstance(e, BadRequest) else 429 if isinstance(e, Overloaded) else 503 if isinstance(e, EngineFailed) else 500
+    return next((status for kind, status in STATUS.items() if isinstance(e, kind)), 500)
 
 
 def openai_error(e: HeteroError) -> dict[str, Any]:
     """The error object of OpenAI's API."""
-    return error_body(e, status_of(e))
+    found = error_body(e, status_of(e))
+    found["error"]["code"] = next((code for of, code in CODES.items() if isinstance(e, of)), found["error"]["code"])
+    return found
 
 
 def sse(events: AsyncGenerator[str, None]) -> StreamingResponse:
@@ -128,7 +147,24 @@ async def guarded(events: AsyncGenerator[str, None], shape: Callable[[HeteroErro
         await events.aclose()
 
 
+async def limited(events: AsyncGenerator[str, None], limit_s: float) -> AsyncGenerator[str, None]:
+    """The same events until the time limit; then EngineFailed, also when nothing came at all."""
+    end = asyncio.get_running_loop().time() + limit_s
+    try:
+        while True:
+            try:
+                async with asyncio.timeout_at(end):
+                    e = await anext(events)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise EngineFailed(f"the answer took more than {limit_s:g} s", "ask for fewer tokens") from None
+            yield e
+    finally:
+        await events.aclose()
+
+
 def failed(e: HeteroError, body: dict[str, Any]) -> JSONResponse:
     """An error as a response."""
     status = status_of(e)
-    return JSONResponse(body, status, headers={"Retry-After": "1"} if status == 429 else None)
+    return JSONResponse(body, status, headers={"Retry-After": "1"} if status == 429 or isinstance(e, NotReady) else None)

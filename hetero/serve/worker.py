@@ -47,11 +47,12 @@ class Host:
     engine: Engine
     tokenizer: Tokenizer
     report: Callable[[], dict[str, Any]]
+    speeds: Callable[[], dict[str, float]] = dict      # what the report says of speed, for metrics
 
 
 class Worker:
     """The loop. `pipe` carries tuples: ("add", Job) | ("abort", id) | ("report",) | ("end",) in, and
-    ("outputs", list) | ("refused", id, message, hint, param) | ("stats", dict) | ("report", dict) | ("failed", message) out."""
+    ("outputs", list) | ("refused", id, message, hint, param) | ("stats", dict, dict) | ("report", dict) | ("failed", message) out."""
 
     def __init__(self, pipe: Connection, host: Host) -> None:
         self._pipe, self._host, self._ended = pipe, host, False
@@ -72,7 +73,7 @@ class Worker:
                     raise self._host.engine.failure
                 if (now := time.monotonic()) - self._beat_s >= BEAT_S:
                     self._beat_s = now
-                    self._pipe.send(("stats", asdict(self._host.engine.stats())))
+                    self._pipe.send(("stats", asdict(self._host.engine.stats()), self._host.speeds()))
         except EngineFailed as e:
             self._pipe.send(("failed", e.message))
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -124,7 +125,10 @@ class Worker:
 
 def host_of(model: "LLM") -> Host:
     """A loaded model as the loop takes it."""
-    return Host(model.info(), model.engine, model.tokenizer, lambda: model.report().record())
+    def report() -> dict[str, Any]:
+        found = model.report()
+        return {**found.record(), "text": found.text()}
+    return Host(model.info(), model.engine, model.tokenizer, report, model.speeds)
 
 
 def main(pipe: Connection, name: str | None, options: Options) -> None:

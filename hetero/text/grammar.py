@@ -1,4 +1,4 @@
-"""What an answer must look like, as masks over the vocabulary: JSON schema, regular expression, choice, Lark grammar, tool calls; knows no engine.
+"""What an answer must look like, as masks over the vocabulary: JSON schema, regular expression, choice, Lark grammar; knows no engine.
 
 Every constraint is compiled in another process first, with limits of time and memory: what cannot be enforced is refused before generation, and a
 mask that fails later allows nothing, so that the request ends with an error and never with text that nobody checked. White space between JSON
@@ -19,18 +19,17 @@ import numpy as np
 
 from hetero.errors import BadRequest
 from hetero.request import Mask
-from hetero.text.formats import Format, Harmony, Json, Marked, Xml
 from hetero.text.tokenizer import Tokenizer, free_mark
 
 MAX_CHARS, MAX_DEPTH, MAX_CHOICES = 256_000, 64, 4096
 SPACE = r"[ \n]{0,2}"
 
 
-def _depth(value: Any, left: int = MAX_DEPTH) -> None:
+def depth(value: Any, left: int = MAX_DEPTH, param: str = "response_format") -> None:
     if left == 0:
-        raise BadRequest(f"the schema nests deeper than {MAX_DEPTH}", "flatten it, or use $ref", "response_format")
+        raise BadRequest(f"the schema nests deeper than {MAX_DEPTH}", "flatten it, or use $ref", param)
     for v in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
-        _depth(v, left - 1)
+        depth(v, left - 1, param)
 
 
 def from_schema(schema: Any, param: str = "response_format") -> str:
@@ -39,7 +38,7 @@ def from_schema(schema: Any, param: str = "response_format") -> str:
         schema = {}
     if not isinstance(schema, Mapping):
         raise BadRequest(f"a JSON schema is an object, not {json.dumps(schema)[:80]}", "send an object", param)
-    _depth(schema)
+    depth(schema, param=param)
     text = json.dumps(schema)
     _short(text, param)
     return llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACE})
@@ -59,7 +58,7 @@ def from_choice(choices: Sequence[str], param: str = "choice") -> str:
     """One of these texts, exactly."""
     if not choices or not all(isinstance(c, str) and c for c in choices) or len(choices) > MAX_CHOICES:
         raise BadRequest(f"choice must be 1 to {MAX_CHOICES} texts that are not empty", param=param)
-    return from_lark("start: " + " | ".join(map(_quote, choices)), param)
+    return from_lark("start: " + " | ".join(map(quote, choices)), param)
 
 
 def from_lark(text: str, param: str = "grammar") -> str:
@@ -72,95 +71,8 @@ def _short(text: str, param: str) -> None:
         raise BadRequest(f"{param} has {len(text)} characters, but at most {MAX_CHARS} are taken", "make it smaller", param)
 
 
-def _quote(text: str) -> str:
+def quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-class Calls:
-    """Grammars of tool calls as one model family writes them. tools: as in OpenAI's API, already checked."""
-
-    def __init__(self, tokenizer: Tokenizer, form: Format, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._tokenizer, self._form = tokenizer, form
-        self._tools = [(t["function"]["name"], t["function"].get("parameters") or {"type": "object"}) for t in tools]
-        for _, schema in self._tools:
-            _depth(schema)
-
-    def _mark(self, text: str) -> str:
-        """A spelling as Lark: the token itself where it is a special one."""
-        token = self._tokenizer.id_of(text)
-        return f"<[{token}]>" if token is not None and token in self._tokenizer.specials else _quote(text)
-
-    def _json(self, schema: Mapping[str, Any]) -> str:
-        return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": SPACE}})
-
-    def required(self, parallel: bool = True) -> str:
-        """At least one call and nothing else; `parallel`: more may follow."""
-        c = self._form.calls
-        names = [f"call_{i}" for i in range(len(self._tools))]
-        rules = [f"{n}: {self._call(tool, schema)}" for n, (tool, schema) in zip(names, self._tools, strict=True)]
-        any_call = f"({' | '.join(names)})"
-        if isinstance(c, Marked):
-            start = f"{self._mark(c.open)} {any_call}{'+' if parallel else ''} {self._mark(c.close)}"
-        elif isinstance(c, Xml) and self._section(c):
-            start = f'{self._mark(c.open)} "\\n" {any_call}{"+" if parallel else ""} {self._mark(c.close)}'
-        elif isinstance(c, Harmony) or (isinstance(c, Json) and not c.open):
-            start = any_call
-        else:
-            start = f'{any_call} ("\\n" {any_call})*' if parallel else any_call
-        return from_lark("\n".join([f"start: {start}", *rules, *self._rules()]), "tools")
-
-    def _rules(self) -> list[str]:
-        """`text`: anything up to the end of a value."""
-        c = self._form.calls
-        if not isinstance(c, Xml):
-            return []
-        end = self._mark(c.value_end)
-        return [f"text: /(.|\\n)*/ {end}" if end.startswith("<") else f"text[suffix={end}]: /(.|\\n)*/"]
-
-    def _call(self, name: str, schema: Mapping[str, Any]) -> str:
-        c, args, m, q = self._form.calls, self._json(schema), self._mark, _quote
-        if isinstance(c, Xml):
-            return " ".join(self._xml(c, name, schema))
-        if isinstance(c, Json) and c.open:
-            parts = [m(c.open), q(f'\n{{"name": "{name}", "arguments": '), args, q("}\n"), m(c.close)]
-        elif isinstance(c, Json):
-            parts = [q(f'{{"name": "{name}", "parameters": '), args, q("}")]
-        elif isinstance(c, Marked) and c.fenced:
-            parts = [m(c.call), q("function"), m(c.sep), q(f"{name}\n```json\n"), args, q("\n```"), m(c.call_end)]
-        elif isinstance(c, Marked) and c.id_is_name:
-            parts = [m(c.call), q(f"functions.{name}:"), "/[0-9]{1,3}/", m(c.sep), args, m(c.call_end)]
-        elif isinstance(c, Marked):
-            parts = [m(c.call), q(name), m(c.sep), args, m(c.call_end)]
-        elif isinstance(c, Harmony):
-            parts = [m("<|channel|>"), q(f"commentary to=functions.{name} "), m("<|constrain|>"), q("json"), m("<|message|>"), args, m("<|call|>")]
-        else:
-            parts = [m(c.open), q(name), m(c.args), args]
-        return " ".join(parts)
-
-    def _xml(self, c: Xml, name: str, schema: Mapping[str, Any]) -> list[str]:
-        """Parameters in the schema's order, those that are not required left out or not."""
-        need, m, q = set(schema.get("required") or ()), self._mark, _quote
-        defs = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
-        inner = []
-        for key, value in (schema.get("properties") or {}).items():
-            value = value if isinstance(value, Mapping) else {}
-            if value.get("type") == "string" and not {"enum", "pattern", "const", "format"} & value.keys():
-                said = "text"
-            elif value.get("enum") and all(isinstance(v, str) for v in value["enum"]):
-                said = f"({' | '.join(map(q, value['enum']))}) {m(c.value_end)}"
-            else:
-                said = f"{self._json({**value, **defs})} {m(c.value_end)}"
-            part = " ".join([m(c.key), q(key), m(c.key_end), *([m(c.value)] if c.value else []), said, q("\n")])
-            inner.append(part if key in need else f"({part})?")
-        if not c.call:
-            return [m(c.open), q(name + "\n"), *inner, m(c.call_end)]
-        body = [m(c.call), q(f"{name}{c.name_end}\n"), *inner, m(c.call_end), q("\n")]
-        return body if self._section(c) else [m(c.open), q("\n"), *body, m(c.close)]
-
-    @staticmethod
-    def _section(c: Xml) -> bool:
-        """Whether one pair of tags is around all calls (and not around each)."""
-        return c.call.startswith("<invoke")
 
 
 class _Words:

@@ -33,7 +33,7 @@ def event(data: Any, name: str = "") -> str:
 
 def error_body(e: HeteroError, status: int) -> dict[str, Any]:
     """The error object of OpenAI's API; the hint is part of the message."""
-    kind = {400: "invalid_request_error", 429: "rate_limit_error"}.get(status, "server_error")
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
     code = "context_length_exceeded" if isinstance(e, ContextExceeded) else None
     message = f"{e.message} ({e.hint})" if e.hint else e.message
     return {"error": {"message": message, "type": kind, "param": e.param if isinstance(e, BadRequest) else None, "code": code}}

@@ -6,7 +6,7 @@ Everything here may take a while (templates, tokenizing, compiling) and is calle
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from hetero.engine.admission import validate
 from hetero.errors import BadRequest
 from hetero.request import Mask, Request, Sampling
 from hetero.text import formats, grammar, parse, template, tokenizer
+from hetero.text.calls import Calls
 from hetero.text.formats import Format, Harmony
 from hetero.text.parse import Parser
 from hetero.text.reply import Reply, watcher
@@ -77,7 +78,7 @@ class Prepared:
 
 def request_of(job: Job, mask: Mask | None, tok: Tokenizer) -> Request:
     """The job as the engine takes it."""
-    return Request(job.id, job.prompt, job.sampling, job.priority, mask, watcher(tok, job.sampling), job.cache_prompt)
+    return Request(job.id, job.prompt, job.sampling, job.priority, mask, watcher(tok, job.sampling), job.cache_prompt, job.progress)
 
 
 def mask_of(job: Job, vocabulary: grammar.Vocabulary) -> Mask | None:
@@ -164,7 +165,6 @@ class Constraint:
     grammar: str | None = None
     after: str = ""
     may_open: int | None = None
-    tools: list[dict[str, Any]] | None = field(default_factory=list)
 
 
 def constraint(t: Texts, form: ResponseFormat | None) -> str | None:
@@ -200,34 +200,57 @@ def placed(t: Texts, made: str | None, prompt: str) -> Constraint:
     return Constraint(made, think[1] if think and opening is not None else "", opening)
 
 
+def must(t: Texts, r: ChatRequest, tools: list[dict[str, Any]] | None, named: list[dict[str, Any]], prompt: str) -> Constraint:
+    """What the answer must look like: calls that are required, else the response_format, else calls that are strict if there are any at all."""
+    form, many, strict = r.response_format, r.parallel_tool_calls is not False, {x.function.name for x in r.tools or () if x.function.strict}
+    harmony = isinstance(t.format.calls, Harmony)
+    if tools and (named or r.tool_choice == "required"):
+        made = Calls(t.tokenizer, t.format, named or tools).required(many and not named)
+    elif tools and form is not None and form.type in ("json_schema", "json_object") and not harmony:
+        constraint(t, form)
+        schema = form.json_schema.schema_ if form.json_schema else {"type": "object"}
+        made = Calls(t.tokenizer, t.format, tools, strict).required(many, {} if schema is True else schema)  # type: ignore[arg-type]
+    elif tools and (form is None or form.type == "text") and (strict or not many):
+        if harmony and r.continue_final_message:
+            raise BadRequest("strict tools cannot be held to in a message that is continued", "leave one of the two out", "continue_final_message")
+        made = Calls(t.tokenizer, t.format, tools, strict).offered(many)
+        harmony = harmony or t.format.ends_thinking      # reasoning is part of that grammar
+    else:
+        return placed(t, constraint(t, form), prompt)
+    t.checker.check(made, "tools")
+    return Constraint(made) if harmony else placed(t, made, prompt)
+
+
 def chat(r: ChatRequest, t: Texts) -> Prepared:
     """A chat request to its job. Raises BadRequest."""
-    tools, choice = tools_of(r.tools), r.tool_choice
-    if choice in ("required",) and not tools:
+    tools, choice, named = tools_of(r.tools), r.tool_choice, list[dict[str, Any]]()
+    if choice == "required" and not tools:
         raise BadRequest("tool_choice is required, but there are no tools", "send tools", "tool_choice")
     if not isinstance(choice, str | None):
-        tools_named = [x for x in tools or [] if x["function"]["name"] == choice.function.name]
-        if not tools_named:
+        named = [x for x in tools or [] if x["function"]["name"] == choice.function.name]
+        if not named:
             raise BadRequest(f"tool_choice names {choice.function.name!r}, which is no tool", "name one of tools", "tool_choice")
     if choice == "none":
         tools = None
     prompt = render(t, r.messages, tools, r.chat_template_kwargs, r.add_generation_prompt, r.continue_final_message)
-    made = constraint(t, r.response_format)
-    if made is None and tools and (choice == "required" or not isinstance(choice, str | None)):
-        asked = tools if choice == "required" else tools_named
-        made = grammar.Calls(t.tokenizer, t.format, asked).required(r.parallel_tool_calls is not False and choice == "required")
-        t.checker.check(made, "tools")
-        where = placed(t, made, prompt.text) if not isinstance(t.format.calls, Harmony) else Constraint(made)
-    else:
-        where = placed(t, made, prompt.text)
+    where = must(t, r, tools, named, prompt.text)
     most = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
     sampling = sampling_of(r, t.info, most)
     if r.logprobs:
         sampling = replace(sampling, logprobs=r.top_logprobs or 0)
     elif r.top_logprobs:
         raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    job = Job(new_id("chatcmpl"), prompt.ids, sampling, where.grammar, where.after, where.may_open, r.cache_prompt is not False, r.priority or 0)
+    job = Job(new_id("chatcmpl"), prompt.ids, sampling, where.grammar, where.after, where.may_open, r.cache_prompt is not False, r.priority or 0,
+              progress_of(r))
     return Prepared(checked(job, t.info), t, prompt, not r.continue_final_message, tools, bool(r.logprobs))
+
+
+def progress_of(r: Sampled) -> bool:
+    """Whether the client wants to hear of its prompt. Raises BadRequest for what only a stream can give."""
+    for name, value in (("stream_options", r.stream_options is not None), ("return_progress", r.return_progress)):
+        if value and not r.stream:
+            raise BadRequest(f"{name} needs stream: true", param=name)
+    return bool(r.return_progress)
 
 
 def completions(r: Any, t: Texts) -> list[Prepared]:
@@ -246,6 +269,6 @@ def completions(r: Any, t: Texts) -> list[Prepared]:
     for p in prompts:
         ids = tuple(t.tokenizer.encode_prompt(p)) if isinstance(p, str) else tuple(p)
         text = p if isinstance(p, str) else t.tokenizer.decode([i for i in ids if 0 <= i < t.info.vocab])
-        job = Job(new_id("cmpl"), ids, sampling, made, "", None, r.cache_prompt is not False, r.priority or 0)
+        job = Job(new_id("cmpl"), ids, sampling, made, "", None, r.cache_prompt is not False, r.priority or 0, progress_of(r))
         found.append(Prepared(checked(job, t.info), t, Prompt(text, ids), False, None, r.logprobs is not None))
     return found

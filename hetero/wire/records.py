@@ -19,6 +19,7 @@ class Job:
     may_open: int | None = None
     cache_prompt: bool = True
     priority: int = 0
+    progress: bool = False
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ class Sampled(Wire):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_prompt: bool | None = None
+    return_progress: bool | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None
@@ -165,3 +166,14 @@ class TemplateRequest(Wire):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+
+class LoadRequest(Wire):
+    model: Annotated[str, Field(min_length=1, max_length=4096)] | None = None      # null: the one that the server was started with
+    served_model_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    wait: bool | None = None             # answer when it is loaded, not at once
+
+
+class UnloadRequest(Wire):
+    model: str | None = None
+    force: bool | None = None            # end what runs

@@ -14,10 +14,14 @@ from hetero.engine.scheduler import Limits
 from hetero.engine.scripted import Script, ScriptedEngine
 from hetero.request import Sampling
 from hetero.serve import relay
-from hetero.serve.app import Settings, make
+from hetero.serve.app import make
+from hetero.serve.door import Settings
+from hetero.serve.run import Server
+from hetero.serve.seat import Seat
 from hetero.serve.worker import Host
 from hetero.text import tokenizer
 from hetero.weights.source import EMBEDDED
+from hetero.wire.prepare import read_texts
 from hetero.wire.records import Info
 
 HERMES = ("{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }} as <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call><|im_end|>\n{% endif %}"
@@ -38,18 +42,32 @@ class Stage:
         self.asked = []
         self.engine = ScriptedEngine(self.script, self.tok.size, context, self.tok.ends(), limits)
         self.info = Info("demo", str(folder), self.tok.size, context, Sampling(temperature=0.7), {"temperature": "generation_config.json"}, (("ctx", "64", "flag"),), limits)
-        self.relay = relay.around(Host(self.info, self.engine, self.tok, lambda: {"model": "demo", "layers": []}), most)
-        self.settings = settings
-        self.app = make(self.relay, settings)
-        config = uvicorn.Config(self.app, "127.0.0.1", 0, log_level="warning", access_log=False)
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
+        self.settings, self.sources = settings, []
+        self.load_s, self.loads_with = 0.0, None             # what loading takes, and what goes wrong
+
+        def start(source):
+            self.sources.append(source)
+            return relay.around(Host(self.info, self.engine, self.tok, lambda: {"model": "demo", "layers": [], "text": "demo: no layers"}, lambda: {"decode tok/s": 5.0}), most,
+                                self.load_s, self.loads_with)
+        self.seat = Seat(start, lambda info: read_texts(info, settings.format, settings.chat_template, settings.merge), "models/demo", settings.names, settings.drain_s)
+        self.app = make(self.seat, settings)
+        self.server = Server(uvicorn.Config(self.app, "127.0.0.1", 0, log_level="warning", access_log=False), settings)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.run()), daemon=True)
         self.thread.start()
-        while not self.server.started:
+        while not self.server.started or self.seat.state == "loading":
             time.sleep(0.01)
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=30)
+
+    async def run(self):
+        serving = asyncio.ensure_future(self.server.serve())
+        await self.seat.load()
+        await serving
+
+    @property
+    def relay(self):
+        return self.seat.loaded.relay
 
     def script(self, request):
         self.asked.append(request)
@@ -77,15 +95,15 @@ class Stage:
 
     def until_idle(self, seconds=5.0):
         end = time.monotonic() + seconds
-        while self.relay.active or not self.engine.idle or self.settings.busy:
-            assert time.monotonic() < end, (self.relay.active, self.engine.idle, self.settings.busy)
+        while self.seat.loaded is None or self.relay.active or not self.engine.idle or self.settings.busy:
+            assert time.monotonic() < end, (self.seat.state, self.engine.idle, self.settings.busy)
             time.sleep(0.01)
 
     def close(self):
         self.http.close()
         self.server.should_exit = True
         self.thread.join(10)
-        self.relay.close()
+        self.seat.close()
 
 
 @pytest.fixture(scope="session")

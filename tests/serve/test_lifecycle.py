@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import httpx
@@ -20,21 +19,17 @@ import uvicorn
 from hetero.engine.scheduler import Limits
 from hetero.engine.scripted import Script
 from hetero.errors import BadOption
-from hetero.serve.run import JsonLines, Place, Server, notify, read_keys
+from hetero.serve.door import Settings
+from hetero.serve.run import JsonLines, Server, notify, read_keys
 from hetero.serve.stream import kept_alive
 
 HI = [{"role": "user", "content": "hi"}]
 
 
 def test_a_server_that_is_asked_to_end_finishes_what_it_began(make_stage):
-    stage = make_stage()
+    stage = make_stage(settings=Settings(drain_s=20))
     stage.says = Script((*stage.tok.encode("a b c d e f g h"), 2), delay_s=0.08)
-    server = Server(uvicorn.Config(stage.app, "127.0.0.1", 0, log_level="warning", lifespan="off"), stage.settings, Place(drain_s=20), "")
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1/chat/completions"
+    url = f"{stage.url}/v1/chat/completions"
 
     def stream(_):
         with httpx.stream("POST", url, json={"messages": HI, "stream": True}, timeout=30) as r:
@@ -43,18 +38,18 @@ def test_a_server_that_is_asked_to_end_finishes_what_it_began(make_stage):
         jobs = [pool.submit(stream, i) for i in range(4)]
         while stage.relay.active < 4:
             time.sleep(0.01)
-        server.handle_exit(signal.SIGTERM, None)
-        assert httpx.post(url, json={"messages": HI}).status_code == 503
+        stage.server.handle_exit(signal.SIGTERM, None)
+        assert httpx.post(url, json={"messages": HI}).status_code == 503 and httpx.get(f"{stage.url}/ready").json() == {"status": "draining"}
         found = [j.result() for j in jobs]
     assert all(lines[-1] == "data: [DONE]" and json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "stop" for lines in found)
-    thread.join(10)
-    assert not thread.is_alive()
+    stage.thread.join(10)
+    assert not stage.thread.is_alive()
 
 
 def test_a_second_signal_does_not_wait(make_stage):
     stage = make_stage()
-    stage.settings.busy = 1
-    server = Server(uvicorn.Config(stage.app), stage.settings, Place(drain_s=1000), "")
+    stage.settings.busy, stage.settings.drain_s = 1, 1000
+    server = Server(uvicorn.Config(stage.app), stage.settings)
     server.handle_exit(signal.SIGTERM, None)
     assert stage.settings.draining and not server.should_exit
     server.handle_exit(signal.SIGTERM, None)

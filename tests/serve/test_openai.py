@@ -3,6 +3,8 @@ import json
 
 import pytest
 
+from hetero.engine.scheduler import Limits
+
 TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]
 CALL = '<tool_call>{"name": "get", "arguments": {"city": "Zürich 😀"}}</tool_call>'
 
@@ -123,6 +125,67 @@ def test_structured_answers_are_enforced_also_after_reasoning(stage):
     assert m["reasoning_content"] == "so {x}" and json.loads(m["content"])["a"] in (1, 2)
 
 
+def rambling(stage, *said):
+    """A model that says these texts in order, as far as it is let."""
+    tokens = [*(i for text in said for i in stage.tok.encode(text)), 2]
+
+    def logits(request, index, so_far):
+        row = [0.0] * stage.tok.size
+        row[tokens[min(len(so_far), len(tokens) - 1)]] = 30.0
+        row[stage.tok.id_of("x")] = 5.0
+        row[stage.tok.id_of('"')] = 10.0
+        return row
+    return lambda request: logits
+
+
+STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True, "parameters": {**TOOLS[0]["function"]["parameters"], "additionalProperties": False}}}]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_strict_tool_is_held_to_its_schema_when_the_model_chooses_to_call(stage, streamed):
+    """Free text first; the call that the model then garbles comes out as one that validates. Without strict it is what the model said."""
+    stage.says = rambling(stage, "Let me look. <tool_call>", '\n{"name": "got", "arguments": {"town": 5}}\n</tool_call>')
+
+    def ask(**more):
+        more |= {"max_tokens": 120, "seed": 3, "temperature": 0}
+        return joined(stage.events(**more)) if streamed else whole(stage.chat(**more))
+    content, _, calls, _ = ask(tools=STRICT)
+    assert content == "Let me look." and calls[0]["name"] == "get"
+    if calls[0]["arguments"].endswith("}"):
+        assert isinstance(json.loads(calls[0]["arguments"])["city"], str)
+    assert ask(tools=TOOLS)[2] == [{"name": "got", "arguments": '{"town": 5}'}]
+    stage.says = "Nothing to call."
+    assert ask(tools=STRICT)[0] == "Nothing to call."
+
+
+def test_one_call_at_most_when_parallel_calls_are_off(stage):
+    canonical = '<tool_call>\n{"name": "get", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    stage.says = rambling(stage, f"So. {canonical}", canonical)
+    _, _, calls, finish = whole(stage.chat(tools=TOOLS, parallel_tool_calls=False, temperature=0, max_tokens=200))
+    assert calls == [{"name": "get", "arguments": '{"city": "Ulm"}'}] and finish == "tool_calls"
+
+
+def test_calls_come_before_a_response_format_and_beside_it(stage):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}}}
+    stage.says = rambling(stage, '{"a": 2}')
+    assert whole(stage.chat(tools=TOOLS, response_format=form, temperature=0, max_tokens=60))[0].startswith('{"a": 2')
+    stage.says = rambling(stage, '<tool_call>\n{"name": "get", "arguments": {"city": "Ulm"}}\n</tool_call>')
+    for more in ({}, {"tool_choice": "required"}):
+        assert whole(stage.chat(tools=TOOLS, response_format=form, temperature=0, max_tokens=100, **more))[2][0]["name"] == "get"
+
+
+def test_a_prompt_s_progress_is_told_when_asked_for(make_stage):
+    stage = make_stage(limits=Limits(max_batch=2, chunk_tokens=32))
+    ids = [300 + i for i in range(100)]
+    for path, body in (("/v1/completions", {"prompt": ids, "messages": None}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 90}]})):
+        assert not any("prompt_progress" in e for e in stage.events(path, **body)[:-1])
+        events = stage.events(path, **body, return_progress=True, cache_prompt=False)[:-1]
+        told = [e["prompt_progress"] for e in events if "prompt_progress" in e]
+        assert len(told) >= 3 and [t["processed"] for t in told] == sorted({t["processed"] for t in told}) and told[-1]["processed"] == told[-1]["total"]
+        assert {t["cache"] for t in told} == {0} and all(e["choices"][0]["finish_reason"] is None for e in events if "prompt_progress" in e)
+    assert stage.chat(return_progress=True).json()["error"]["param"] == "return_progress"
+
+
 def test_completions_echo_and_score(stage):
     r = stage.post("/v1/completions", prompt="Once upon", max_tokens=3, echo=True, logprobs=1).json()["choices"][0]
     assert r["text"] == "Once uponHello there." and r["logprobs"]["token_logprobs"][0] is None
@@ -162,6 +225,8 @@ def test_the_state_is_told(stage):
     assert get("/v1/report").json() == {"model": "demo", "layers": []}
     stage.chat()
     text = get("/metrics").text
-    assert "hetero_up 1" in text and "hetero_ttft_seconds_count" in text and "hetero_requests_total" in text
+    assert "hetero_up 1" in text and "hetero_ttft_seconds_count" in text and "hetero_requests_total" in text and "hetero_kv_usage_ratio" in text
+    assert "hetero_decode_tok_per_s 5" in text and "hetero_prefix_cache_hit_ratio" in text and 'hetero_prefix_cache_misses_total{reason="' in text
+    assert get("/v1/report", headers={"accept": "text/html"}).text == "demo: no layers"
     assert "<title>hetero</title>" in get("/").text
     assert get("/openapi.json").json()["paths"]["/v1/chat/completions"]["post"]

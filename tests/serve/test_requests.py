@@ -9,7 +9,7 @@ import pytest
 from hetero.engine.scheduler import Limits
 from hetero.engine.scripted import Script
 from hetero.errors import EngineFailed
-from hetero.serve.app import Settings
+from hetero.serve.door import Settings
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -161,7 +161,7 @@ def test_a_failed_engine_is_told_by_health(make_stage):
     end = time.monotonic() + 5
     while stage.http.get("/health").status_code == 200:
         assert time.monotonic() < end
-    assert "team is lost" in stage.http.get("/health").json()["error"]
+    assert "team is lost" in stage.http.get("/health").json()["error"]["message"]
     refused(stage.chat(), 503)
 
 

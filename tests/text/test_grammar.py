@@ -8,8 +8,9 @@ import pytest
 
 from hetero.errors import BadRequest
 from hetero.text import formats, grammar
+from hetero.text.calls import Calls
 from hetero.text.formats import FORMATS
-from hetero.text.grammar import AfterReasoning, Calls, Checker, Vocabulary
+from hetero.text.grammar import AfterReasoning, Checker, Vocabulary
 from hetero.text.parse import parser
 from hetero.text.stream import Stream
 
@@ -151,6 +152,70 @@ def test_forced_calls_are_calls_that_validate(make_tok, name, special):
             jsonschema.validate(json.loads(call.arguments), schemas[call.name])
         assert round < 4 or len(machine.message.calls) == 1
     assert whole >= 3
+
+
+ALL = {"get", "stop"}
+OPENERS = {"harmony": "<|channel|>commentary to=functions.", "json": '{"name": "'}
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("special", [True, False], ids=["special", "text"])
+def test_a_call_that_begins_in_free_text_is_a_call_that_validates(make_tok, name, special):
+    """The model says what it likes; from the tag that opens a call on the grammar holds, for strict tools with their schema."""
+    form = FORMATS[name]
+    marks = [m for m in formats.markers(form) if len(m) > 1]
+    tok = make_tok(specials=[*(marks if special else []), "<|im_end|>"], plain=[] if special else marks, ends=["<|im_end|>"])
+    vocabulary, rng, whole = Vocabulary(tok, tok.size), random.Random(2), 0
+    for round in range(12):
+        mask = vocabulary.mask(Calls(tok, form, TOOLS, ALL if round % 2 else {"stop"}).offered(parallel=round < 6), "tools")
+        opener = OPENERS.get(name) or (form.calls.call if round % 3 == 2 and hasattr(form.calls, "name_end") and form.calls.call else form.calls.open)
+        said = tok.encode(("" if name in OPENERS else 'Well <b>, "x" {1}: ') + opener)
+        for i in said:
+            assert i in allowed(mask, tok.size), tok.decode(said, True)
+            mask.accept(i)
+        assert not set(allowed(mask, tok.size)) & tok.ends()
+        ids, ended = walk(mask, tok, tok.size, rng, most=1500)
+        if not ended:
+            continue
+        machine, stream = parser(tok, form, "", TOOLS), Stream(tok)
+        for i in said + ids:
+            stream.see(i)
+        machine.feed(stream.take() + stream.finish())
+        machine.finish()
+        calls = machine.message.calls
+        assert calls and all(c.whole for c in calls), tok.decode(said + ids, True)
+        whole += 1
+        for call in calls:
+            json.loads(call.arguments)
+            if round % 2 or call.name == "stop":
+                jsonschema.validate(json.loads(call.arguments), {t["function"]["name"]: t["function"]["parameters"] for t in TOOLS}[call.name])
+        assert round < 6 or len(calls) == 1
+    assert whole >= 3
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"harmony"}))
+def test_text_without_a_call_stays_free(make_tok, name):
+    form = FORMATS[name]
+    tok = make_tok(specials=[*(m for m in formats.markers(form) if len(m) > 1), "<|im_end|>"], ends=["<|im_end|>"])
+    mask = Vocabulary(tok, tok.size).mask(Calls(tok, form, TOOLS, ALL).offered(), "tools")
+    for i in tok.encode('Let me <think>: {"a": [1]}\n'):
+        if i not in tok.specials:
+            assert i in allowed(mask, tok.size)
+            mask.accept(i)
+    assert set(allowed(mask, tok.size)) & tok.ends()
+    if form.ends_thinking:                               # reasoning is part of the same text: a call may end it
+        mask.accept(tok.id_of(form.think[0]))
+        assert tok.id_of(form.think[1]) in allowed(mask, tok.size) and tok.id_of(form.calls.open) in allowed(mask, tok.size)
+
+
+def test_calls_or_an_answer_of_a_schema(vocabulary, tok):
+    made = Calls(tok, FORMATS["hermes"], TOOLS).required(instead={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False})
+    for text, want in (('{"a": 3}', True), ('<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>', True), ("Hello", False), ('<tool_call>\n{"name": "go"', False)):
+        mask, ok = vocabulary.mask(made), True
+        for i in tok.encode(text):
+            ok = ok and i in allowed(mask, tok.size)
+            mask.accept(i)
+        assert (ok and bool(set(allowed(mask, tok.size)) & tok.ends())) == want, text
 
 
 def test_a_grammar_that_takes_too_long_ends_alone(vocabulary):
