@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured: bytes read per second by a team, tile products per second on one core. Knows no format of ours.
+"""What this machine can do at most, measured: bytes read and products made per second by a team. Knows no format of ours.
 
 The read ceiling is the better of two readers with four address streams each, plain and prefetching; random data, as tile clocks depend on it.
 """
@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from . import tiles
+from . import lanes, tiles
 from .atoms import add, load, peek
 from .jit import kernel
 from .jobs import claims
-from .lanes import I32, I64, Builder, Value, cgutils, const, op, prefetch, store, vec
+from .lanes import F32, I16, I32, I64, Builder, Value, cgutils, const, op, prefetch, store, vec
 from .lanes import load as load_vec
 from .rows import AHEAD_NBYTES
 from .store import aligned
@@ -102,3 +102,54 @@ def tile_ops_s(team: Team, bf16: bool, products: int = 200_000) -> float:
     begin = time.perf_counter()
     team.run(prepared)
     return team.threads * products * 4 * 2 * 16 * 16 * (32 if bf16 else 64) / (time.perf_counter() - begin)
+
+
+@functools.cache
+def _vector_job(body: str, int8: bool) -> Any:
+    n = lanes.WIDTHS[body]
+    kind = vec(F32, n) if not int8 else vec(I16, 16) if body == "avx2" else vec(I32, n)
+    size = 4 * n
+
+    def product(b: Builder, total: Value, w: Value, x: Value) -> Value:
+        if not int8:
+            return lanes.fma(b, w, x, total)
+        if body == "avx2":
+            return b.add(total, lanes.maddubs(b, w, x))
+        if body == "generic":
+            return b.add(total, b.mul(w, x))
+        return lanes.dpbusd(b, total, w, x)
+
+    def emit(b: Builder, a: Value, turns: Value) -> None:
+        sums = [cgutils.alloca_once_value(b, const(kind, 0)) for _ in range(8)]
+        with cgutils.for_range(b, turns) as loop:
+            at = b.add(a, b.shl(b.and_(loop.index, const(I64, 7)), const(I64, 8)))
+            load_as = vec(F32, n) if not int8 else vec(I32, n)
+            ws = [load_vec(b, at, load_as, size * i, 32) for i in range(4)]
+            xs = [load_vec(b, at, load_as, 2048 + size * i, 32) for i in range(2)]
+            for i, total in enumerate(sums):
+                b.store(product(b, b.load(total), ws[i % 4], xs[i // 4]), total)
+        for i, total in enumerate(sums):
+            store(b, b.load(total), a, 4096 + size * i)
+    products = op(2, emit)
+
+    @kernel(key=(body, int8))
+    def job(control: int, tid: int, threads: int, a: int) -> int:
+        """a: data (40 KiB per thread), turns of 8 products."""
+        products(peek(a) + tid * 40960, peek(a + 8))
+        return 0
+    return job
+
+
+def vector_ops_s(team: Team, isa: str, int8: bool, turns: int = 300_000) -> float:
+    """Multiply-adds × 2 per second of all threads together by vector products of bytes (`int8`: maddubs or vpdpbusd; one multiplication of 32 bits
+    in the generic body) or of float32, operands from L1, random data."""
+    body = lanes.body_of(isa)
+    data = aligned(team.threads * 40960)
+    data.view(np.float32)[:] = np.random.default_rng(0).standard_normal(data.size // 4)
+    words = np.array([data.ctypes.data, turns], np.int64)
+    prepared = prepare(_vector_job(body, int8), words, data)
+    team.run(prepared)
+    begin = time.perf_counter()
+    team.run(prepared)
+    per_lane = 4 if int8 and body != "generic" else 1
+    return team.threads * turns * 8 * 2 * lanes.WIDTHS[body] * per_lane / (time.perf_counter() - begin)

@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .jit import kernel
-from .team import Prepared, address
+from .team import Prepared, address, name_of
 
 
 def _pointer(kind: Any) -> Any:
@@ -37,7 +37,7 @@ def ready(job: Any, operands: Sequence[int], reals: Sequence[float] = (), keep: 
     memory = ctypes.create_string_buffer(8 * (words + len(reals)))            # much cheaper to make and to address than an array
     place = ctypes.addressof(memory)
     struct.pack_into(f"{words}q{len(reals)}d", memory, 0, place + 8 * words, *operands, *reals)
-    return Prepared(address(job), place, (memory, keep))
+    return Prepared(address(job), place, (memory, keep), name_of(job))
 
 
 @kernel(inner=True)

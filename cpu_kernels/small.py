@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from .atoms import call, peek, poke
+from .atoms import call, clock, peek, poke
 from .jit import kernel
-from .jobs import INNER, LINE, OWN, OWN_ROUND, ROUND, barrier, begin, share
+from .jobs import INNER, LINE, OWN, OWN_ROUND, ROUND, SCRATCH, barrier, begin, share
 from .operands import f32, f64, i64, ready, rms, squares, u16, u32
 from .team import Prepared
 
@@ -138,12 +138,16 @@ def rows(control: int, tid: int, threads: int, arguments: int) -> int:
 
 @kernel(inner=True)
 def series(control: int, tid: int, threads: int, arguments: int) -> int:
-    """Runs jobs one after another, a barrier between any two. operands: count, table i64 [count, 2] of (job, its arguments)."""
-    count, table = peek(arguments + 8), peek(arguments + 16)
+    """Runs jobs one after another, a barrier between any two. operands: count, table i64 [count, 2] of (job, its arguments), times i64 [count + 1]:
+    when each began and the last ended, in ns, written where times[0] is not 0."""
+    count, table, times = peek(arguments + 8), peek(arguments + 16), peek(arguments + 24)
     own = control + OWN + tid * LINE
     turn = peek(own + OWN_ROUND)
+    timed = tid == 0 and peek(times) != 0
     for i in range(count):
         begin(control, tid, turn + i)
+        if timed:
+            poke(times + 8 * i, clock(own + SCRATCH))
         code = call(peek(table + 16 * i), control, tid, threads, peek(table + 16 * i + 8), own + INNER)
         if peek(own + INNER) != 0:
             return -1
@@ -151,12 +155,15 @@ def series(control: int, tid: int, threads: int, arguments: int) -> int:
             return code
         if not barrier(control, tid, threads):
             return 0
+    if timed:
+        poke(times + 8 * count, clock(own + SCRATCH))
     if tid == 0 and count > 0:
         poke(control + ROUND, turn + count - 1)
     return 0
 
 
-def in_series(jobs: Sequence[Prepared]) -> Prepared:
-    """Prepared jobs as one: what one step of a decoder is when it is replayed."""
+def in_series(jobs: Sequence[Prepared], times: np.ndarray | None = None) -> Prepared:
+    """Prepared jobs as one: what one step of a decoder is when it is replayed. times: int64 [jobs + 1], filled by a run when times[0] is not 0."""
+    times = np.zeros(len(jobs) + 1, np.int64) if times is None else times
     table = np.array([(job.job, job.arguments) for job in jobs], np.int64).reshape(-1, 2)
-    return ready(series, [len(jobs), table.ctypes.data], keep=(table, tuple(jobs)))
+    return ready(series, [len(jobs), table.ctypes.data, times.ctypes.data], keep=(table, times, tuple(jobs)))

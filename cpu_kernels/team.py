@@ -37,11 +37,12 @@ class TeamLost(JobFailed):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job with its arguments: addresses, and what must stay alive for them (`keep`)."""
+    """A job with its arguments: addresses, and what must stay alive for them (`keep`). `name`: file and function of the job."""
 
     job: int
     arguments: int
     keep: Any = None
+    name: str = ""
 
 
 _SHAPE = (types.int64,) * 4
@@ -55,7 +56,13 @@ def address(job: Any) -> int:
 
 def prepare(job: Any, arguments: np.ndarray, keep: Any = None) -> Prepared:
     """The job and an int64 array of arguments it reads; `keep` is anything else its addresses point into."""
-    return Prepared(address(job), arguments.ctypes.data, (arguments, keep))
+    return Prepared(address(job), arguments.ctypes.data, (arguments, keep), name_of(job))
+
+
+@functools.cache
+def name_of(job: Any) -> str:
+    """"routed.job": where time goes is told by these names."""
+    return f"{job.__module__.rpartition('.')[2]}.{job.__name__}"
 
 
 class Program:

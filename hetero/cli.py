@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hetero import __version__
+from hetero.bench import command as bench
 from hetero.errors import BadOption, BadRequest, HeteroError
 from hetero.options import Options, add_flags, from_flags
 
@@ -68,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     for each in (plan, report):
         each.add_argument("--json", action="store_true")
         add_flags(each.add_argument_group("options of the engine"))
+    bench.add(command("bench", lambda args: 2, "measure this machine, the kernels, a model, a setting, a server"), shared)
     add_serve(command("serve", run_serve, "serve a model to OpenAI and Anthropic clients and to a browser (also: hetero-serve)"))
     cache = command("cache", run_cache, "list or remove packed experts kept on disk")
     cache.add_argument("do", choices=("list", "rm", "prune"))

@@ -28,7 +28,7 @@ class Ratio:
 
     def __str__(self) -> str:
         said = f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}] from {self.pairs} pairs"
-        return said if self.differs else f"no difference shown: {said}"
+        return said if self.differs else f"no difference seen: {said}"
 
 
 def interleave(runs: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
@@ -70,3 +70,21 @@ def spread(samples: list[float]) -> float:
     ordered = sorted(samples)
     quarter = len(ordered) // 4
     return (ordered[-1 - quarter] - ordered[quarter]) / 2 / median(ordered)
+
+
+def interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """(median, low, high) of one list of samples, by the same order statistics."""
+    ordered = sorted(samples)
+    low, high = ranks(len(ordered), confidence)
+    enough = len(ordered) > 0 and 2 * 0.5 ** len(ordered) <= 1 - confidence
+    return median(ordered), ordered[low] if enough else -math.inf, ordered[high] if enough else math.inf
+
+
+def gain(found: Ratio, fast: str, slow: str) -> str:
+    """A ratio of times slow/fast in words; never called a gain while its interval covers 1."""
+    if not found.differs:
+        return f"{fast} against {slow}: {found}"
+    said = f"[{found.low:.3f}, {found.high:.3f}] from {found.pairs} pairs"
+    if found.median > 1:
+        return f"{fast} is {found.median:.3f} times as fast as {slow} {said}"
+    return f"{fast} is slower: {found.median:.3f} times as fast as {slow} {said}"

@@ -4,6 +4,7 @@ Each part is one prepared job over tensors' memory, run at once or, inside `reco
 A row's arithmetic depends neither on its neighbours nor on the number of threads.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,15 +43,23 @@ class Host:
         self.tape: list[Prepared] | None = None
         self.plain, self.recordable = Plain(context), True
         self.scratch = attention.Scratch(team.threads, context)
+        self.spent: dict[str, float] | None = None       # seconds by job's name since somebody made it a dict
 
     # -- running and recording ----------------------------------------------------------------------------------------------------------
 
     def play(self, job: Prepared) -> None:
         """Runs a job on the team, or writes it down."""
-        if self.tape is None:
-            self.team.run(job)
-        else:
+        if self.tape is not None:
             self.tape.append(job)
+            return
+        began = time.perf_counter()
+        self.team.run(job)
+        self.spend(job.name, time.perf_counter() - began)
+
+    def spend(self, name: str, seconds: float) -> None:
+        """Counts time that went to a job, while somebody asks where it goes."""
+        if self.spent is not None:
+            self.spent[name] = self.spent.get(name, 0.0) + seconds
 
     @property
     def recording(self) -> bool:

@@ -50,8 +50,8 @@ def gpu_trouble(root: Path = Path("/")) -> tuple[str, str] | None:
     return (verdict.why, verdict.remedy) if verdict.seen and not verdict.usable else None
 
 
-def this_machine(cache_dir: Path | None = None, device: str = "auto", measure: bool = True) -> Machine:
-    """This machine as it is now. Rates come from the cache folder, else are measured (and kept there when it can be written)."""
+def this_machine(cache_dir: Path | None = None, device: str = "auto", measure: bool = True, again: bool = False) -> Machine:
+    """This machine as it is now. Rates come from the cache folder, else (or `again`) are measured, and kept there when it can be written."""
     here = cpu.read()
     index = int(device.partition(":")[2] or 0) if device.startswith("cuda") else 0
     on_gpu = device != "cpu" and gpu_trouble() is None and torch.cuda.is_available()
@@ -65,7 +65,7 @@ def this_machine(cache_dir: Path | None = None, device: str = "auto", measure: b
     file = cache_dir / f"machine-{key}.json" if cache_dir else None
     rates, busy = _remembered(file)
     busy_now = os.getloadavg()[0] > 0.75 * here.threads      # then figures are this moment's, and measured again when there is quiet
-    if measure and (not rates or (busy and not busy_now)):
+    if measure and (again or not rates or (busy and not busy_now)):
         rates, busy = _measure(here.threads, index if on_gpu else None), busy_now
         _remember(file, rates, busy)
     if busy:

@@ -1,5 +1,6 @@
 """Where routed experts are computed: executors that start and finish, each telling what it is; knows no router and no attention."""
 
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -32,7 +33,9 @@ class OnCpu:
         if self.ops.recording:
             self.ops.play(self.layer.prepared(*arrays, self.ops.team))
         else:
+            began = time.perf_counter()
             self.layer.run(*arrays, self.ops.team, self.precision, self.deterministic)
+            self.ops.spend("routed.job", time.perf_counter() - began)
 
     def finish(self) -> Tensor:
         return self.out

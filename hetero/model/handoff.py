@@ -37,6 +37,7 @@ class Handoff:
         self.hidden, self.top_k, self.tokens = hidden, top_k, tokens
         self.recording = False
         self.seconds_per_layer = 0.0     # measured by the probe: what the handoff adds to a layer
+        self.spent_s = 0.0               # of the CPU, flag seen to answer given, over all steps
         self.wire = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         pinned = device.type == "cuda"
         flags = torch.zeros(Mailbox.nbytes(layers) + LINE, dtype=torch.uint8, pin_memory=pinned)
@@ -114,6 +115,7 @@ class Handoff:
             failed = self.failed(why, program)
             self.recover()
             raise failed
+        self.spent_s += float((program.times[:, 1] - program.times[:, 0]).sum()) * 1e-9
         if self.gave_up():
             raise EngineFailed(f"the GPU gave up waiting for the CPU experts after {2 * self.deadline_s:g} s", "the step's requests are lost")
 

@@ -1,7 +1,9 @@
 """A decoder on the CPU whose decode steps are recorded once per number of sequences and then run as one job; knows no arithmetic."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,11 +17,14 @@ from hetero.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class Tape:
-    """A recorded step: its inputs and its logits stand at fixed places, `job` goes from the ones to the others."""
+    """A recorded step: its inputs and its logits stand at fixed places, `job` goes from the ones to the others. `names` of its parts, `times` when
+    each began and the last ended (ns), for a replay that is watched."""
 
     step: Step
     logits: Tensor
     job: Prepared
+    names: Sequence[str]
+    times: np.ndarray
 
 
 class Replay:
@@ -44,7 +49,11 @@ class Replay:
         here.pages[:, :step.pages.shape[1]].copy_(step.pages)
         for mine, given in ((here.tokens, step.tokens), (here.positions, step.positions), (here.lengths, step.lengths), (here.slots, step.slots)):
             mine.copy_(given)
+        tape.times[0] = self.ops.spent is not None
         self.ops.team.run(tape.job)
+        if self.ops.spent is not None:
+            for name, took in zip(tape.names, np.diff(tape.times).tolist(), strict=True):
+                self.ops.spend(name, took * 1e-9)
         return tape.logits
 
     def record(self, S: int, cache: Cache) -> Tape:
@@ -54,7 +63,8 @@ class Replay:
                     ints(S, dtype=torch.int64), ints(S), torch.arange(S), 1)
         with self.ops.record() as tape:
             logits = self.decoder(step, cache)
-        return Tape(step, logits, in_series(tape))
+        times = np.zeros(len(tape) + 1, np.int64)
+        return Tape(step, logits, in_series(tape, times), [job.name for job in tape], times)
 
     def diagnose(self, step: Step, cache: Cache) -> int | None:
         return self.decoder.diagnose(step, cache)

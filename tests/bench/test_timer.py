@@ -27,7 +27,7 @@ def test_a_ratio_pairs_neighbours_so_that_drift_cancels():
 def test_an_interval_over_one_is_never_called_a_difference():
     r = ratio([1.0, 2.0] * 20, [2.0, 1.0] * 20)
     assert not r.differs
-    assert str(r).startswith("no difference shown")
+    assert str(r).startswith("no difference seen")
 
 
 def test_too_few_pairs_prove_nothing():
