@@ -118,5 +118,5 @@ def told(asked: Question, labels: Sequence[str], cells: Sequence[Cell], llm: LLM
         said.append(f"{what}: {gain(found, labels[0], labels[1])}")
     facts = machine_facts(llm.team.threads) | {"model": llm.name, "device": llm.plan.device, "prompt": cells[0].prompt, "batch": cells[0].batch,
                                                "output tokens": tokens, "pairs": pairs}
-    said.append("Ratios are medians over pairs taken one after the other, with the exact binomial interval of that median; one that covers 1 is no gain.")
+    said.append("Ratios are medians over pairs taken one after the other, with the exact binomial interval of that median; over 1 it is no gain.")
     return Result(f"ab {asked.name}", facts, rows, [*said, *busy_note(facts, llm.team.threads)])

@@ -80,7 +80,7 @@ def add_serve(serve: argparse.ArgumentParser) -> None:
                        help="in words: 512, uniform:A-B, normal:MEAN,SD, lognormal:MEDIAN,SIGMA")
     serve.add_argument("--output-length", default="64", metavar="DIST", help="most tokens of an answer [64]")
     serve.add_argument("--turns", type=int, default=1, metavar="N", help="of each conversation, each with what was said before [1]")
-    serve.add_argument("--ignore-eos", action="store_true", help='send "ignore_eos": true, which vLLM, llama.cpp and hetero take: full-length answers')
+    serve.add_argument("--ignore-eos", action="store_true", help='send "ignore_eos": true, which vLLM, llama.cpp and hetero take: answers as long')
     serve.add_argument("--extra", default="{}", metavar="JSON", help="fields added to each request")
     serve.add_argument("--max-ttft-ms", type=float, metavar="MS", help="limit for goodput")
     serve.add_argument("--max-tpot-ms", type=float, metavar="MS", help="limit for goodput")

@@ -113,10 +113,9 @@ def run(llm: LLM, cell: Cell, tokens: int, salt: int) -> None:
                 add(cell.prefill_parts, inside(first - began))
             elif len(outputs) == cell.batch:
                 steps.append(now - before)
-    ended = time.perf_counter()
-    if steps and first is not None:
-        cell.step_s.append(median(steps))
-        add(cell.decode_parts, inside(ended - first))
+        if steps and first is not None:
+            cell.step_s.append(median(steps))
+            add(cell.decode_parts, inside(time.perf_counter() - first))
 
 
 def add(sums: dict[str, float], more: dict[str, float]) -> None:

@@ -1,31 +1,16 @@
 """What the engine says against transformers in float32 on the same dequantized weights: KL, and greedy tokens wherever the margin allows."""
 from __future__ import annotations
 
-import importlib.util
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+from hetero.bench import quality
 from hetero.llm import LLM
 from hetero.request import Sampling
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "quality.py"
 PROMPTS = ["Tell me a story about a mouse.", "What is the sky?", "How do I make tea?", "Write a short poem about rain.", "Who lives in the sea?"]
-
-
-@pytest.fixture(scope="module")
-def quality() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quality", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["quality"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +20,15 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 @pytest.mark.slow
-def test_kl_is_at_most_a_thousandth_on_both_paths(llm: LLM, quality: ModuleType) -> None:
-    lines = [json.loads(line)["text"] for line in quality.TEXT.read_text().splitlines()[::40]][:6]
-    for path, found in quality.measure(llm, lines, ["prefill", "decode"]).items():
-        assert found["kl"] <= 1e-3 and found["top1"] >= 0.98, (path, found)
+def test_kl_is_at_most_a_thousandth_on_both_paths(llm: LLM) -> None:
+    found = quality.bench(llm, quality.by_transformers(llm), "transformers", quality.texts(quality.TEXT, 6), quality.TEXT, quality.PATHS)
+    assert [row["path"] for row in found.rows] == ["prefill", "decode"]
+    assert all(row["KL"] <= 1e-3 and row["top-1"] >= 0.98 for row in found.rows), found.rows
 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_greedy_tokens_are_those_of_transformers_wherever_its_margin_exceeds_twice_the_logit_error(llm: LLM, quality: ModuleType) -> None:
+def test_greedy_tokens_are_those_of_transformers_wherever_its_margin_exceeds_twice_the_logit_error(llm: LLM) -> None:
     model, decided = quality.reference(llm), 0
     for prompt in PROMPTS:
         ids = llm.encode([{"role": "user", "content": prompt}])
