@@ -11,7 +11,7 @@ from .lanes import F32, I8, I32, I64, Builder, Value, const, load, op, splat, st
 from .rows.integer import SCALE_AT, START_AT, shifted, zero_of
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
-MOST_TOKENS = 8                                      # of one expert at once
+MOST_TOKENS = 16                                     # of one expert at once
 TINY = 1e-30                                         # groups below this are quantized as zero: their inverse would overflow
 INF_BITS = 0x7F800000
 
@@ -167,11 +167,10 @@ def _take_floats(first: int, second: int, block: int, group: int) -> int:
     return 0
 
 
-WALKS = {"APART1": (1, 1), "APART2": (2, 1), "APART4": (4, 1), "TOGETHER2": (1, 2), "TOGETHER4": (1, 4), "TOGETHER8": (1, 8),
-         "PAIRS": (2, 2)}
+WALKS = {"APART1": (1, 1), "APART2": (2, 1), "APART4": (4, 1), "TOGETHER": (1, rows.MANY), "PAIRS": (2, 2)}
 
 
-def walks(format: str, body: str, exact: bool, width: int) -> dict[str, int]:
-    """Addresses of what a routed layer needs for up to `width` tokens of one expert at once, compiled or loaded now."""
-    made = {name: rows.walk(format, body, exact, *shape) for name, shape in WALKS.items() if shape[1] <= width}
-    return made | {"TAKE": take(format, body, exact), "TOGETHER1": made["APART1"]}
+def walks(format: str, body: str, exact: bool, several: bool) -> dict[str, int]:
+    """Addresses of what a routed layer needs for one token, or for several of one expert at once; compiled or loaded now."""
+    made = {name: rows.walk(format, body, exact, *shape) for name, shape in WALKS.items() if several or shape[1] == 1}
+    return made | {"TAKE": take(format, body, exact)}

@@ -1,7 +1,7 @@
 """`Linear`: a dense matrix in any of the formats times rows of activations, shared out to a team. Knows no model and no device.
 
 One job: activations into the format's partner where it has one, then tasks of up to four row blocks for one token, or of one row block for up
-to eight tokens at once. A token's result is the same bits whatever the other tokens and the number of threads are.
+to sixteen tokens at once. A token's result is the same bits whatever the other tokens and the number of threads are.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 
 from . import cpu, ffn, lanes, pack, plain, rows
 from .atoms import add, peek, poke
-from .ffn import peek32, poke32
+from .ffn import MOST_TOKENS, peek32, poke32
 from .formats import COLS, ROWS, Format, format_of, padded
 from .jit import kernel
 from .jobs import barrier, claims, share
@@ -23,13 +23,13 @@ _walk, _take = lanes.invoke(4), lanes.invoke(4)
 _REAL = lanes.vec(lanes.F32, 16)
 _copy16 = lanes.op(2, lambda b, to, of: lanes.store(b, lanes.load(b, of, _REAL, 0, 4), to, 0, 4))
 _add16 = lanes.op(2, lambda b, to, of: lanes.store(b, b.fadd(lanes.load(b, to, _REAL, 0, 4), lanes.load(b, of, _REAL, 0, 4)), to, 0, 4))
-# a thread's block: streams' addresses of this task and the next (64 B), activations' addresses (64 B), 32 float32 of input, sums
-_WHERE, _ACTS, _VALUES, _SUMS = 0, 64, 128, 256
-SPARE_NBYTES = 256 + 64 * 8
-WALKS = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (1, 8))          # (streams, tokens)
+# a thread's block: streams' addresses of this task and the next (64 B), activations' addresses, 32 float32 of input, sums
+_WHERE, _ACTS, _VALUES, _SUMS = 0, 64, 64 + 8 * MOST_TOKENS, 192 + 8 * MOST_TOKENS
+SPARE_NBYTES = _SUMS + 64 * MOST_TOKENS
+WALKS = ((1, 1), (2, 1), (4, 1), (1, rows.MANY))     # (streams, tokens)
 
 # words of the operands, behind that of the reals
-(X, T, K_, N_, OUT, BASE, ROW, TILES, BIAS, ACTS, STEP, SPARE, TAKE, ONE1, ONE2, ONE4, MANY2, MANY4, MANY8) = (8 * i for i in range(1, 20))
+(X, T, K_, N_, OUT, BASE, ROW, TILES, BIAS, ACTS, STEP, SPARE, TAKE, ONE1, ONE2, ONE4, MANY) = (8 * i for i in range(1, 18))
 
 
 @kernel(inner=True)
@@ -61,20 +61,16 @@ def give(a: int, t: int, block: int, sums: int) -> None:
 
 @kernel(inner=True)
 def multiply(a: int, first: int, count: int, t: int, tokens: int, after: int, spare: int) -> None:
-    """`count` row blocks from `first` on (1, 2 or 4) for one token, or one for 2, 4 or 8 tokens; the last token stands in for those there are not."""
+    """`count` row blocks from `first` on (1, 2 or 4) for one token, or one for up to MOST_TOKENS."""
     row, tiles, base = peek(a + ROW), peek(a + TILES), peek(a + BASE)
     stride = tiles * peek(a + STEP)
     for s in range(count):
         poke(spare + _WHERE + 8 * s, base + (first + s) * row)
         poke(spare + _WHERE + 32 + 8 * s, base + (after + s) * row)
-    width = 1 if tokens == 1 else 2 if tokens == 2 else 4 if tokens <= 4 else 8
-    for i in range(max(count, width)):
+    for i in range(max(count, tokens)):
         poke(spare + _ACTS + 8 * i, peek(a + ACTS) + (t + min(i, tokens - 1)) * stride)
-    if tokens == 1:
-        code = ONE1 if count == 1 else ONE2 if count == 2 else ONE4
-    else:
-        code = MANY2 if width == 2 else MANY4 if width == 4 else MANY8
-    _walk(peek(a + code), spare + _WHERE, spare + _ACTS, spare + _SUMS, tiles)
+    code = MANY if tokens > 1 else ONE1 if count == 1 else ONE2 if count == 2 else ONE4
+    _walk(peek(a + code), spare + _WHERE, spare + _ACTS, spare + _SUMS, tiles | tokens << 32 if tokens > 1 else tiles)
     for i in range(max(count, tokens)):
         give(a, t + i if tokens > 1 else t, first + i if count > 1 else first, spare + _SUMS + 64 * i)
 
@@ -93,8 +89,8 @@ def task(a: int, number: int, blocks: int, each: int, spare: int) -> None:
             first += count
         return
     for block in range(first, last):
-        for t in range(0, tokens, 8):
-            multiply(a, block, 1, t, min(8, tokens - t), min(block + 1, blocks - 1), spare)
+        for t in range(0, tokens, MOST_TOKENS):
+            multiply(a, block, 1, t, min(MOST_TOKENS, tokens - t), min(block + 1, blocks - 1), spare)
 
 
 @kernel(inner=True)
@@ -153,9 +149,8 @@ class Linear:
 
     def prepared(self, x: int, tokens: int, out: int, threads: int, bias: int = 0, keep: Any = None) -> Prepared:
         """y = x W^T + bias as a job over addresses: x float32 [tokens, cols], out float32 [tokens, rows], bias float32 [rows padded to 16] or 0."""
-        widths = {1 << (n - 1).bit_length() for n in (min(tokens, 8), tokens % 8) if n}
         for i, (streams, m) in enumerate(WALKS):
-            if m in widths and (streams == 1 or tokens == 1) and not self._walks[i]:
+            if (m == 1 if tokens == 1 else m == rows.MANY or (streams == 1 and tokens % MOST_TOKENS == 1)) and not self._walks[i]:
                 self._walks[i] = rows.walk(self.format.name, self.body, self.exact, streams, m)
         tiles = padded(self.cols, COLS) // COLS
         room = aligned(threads * SPARE_NBYTES + (0 if self.direct else tokens * tiles * self.step))

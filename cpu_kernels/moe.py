@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from . import cpu, ffn, lanes, routed, rows, tiled, tiles
-from .ffn import KINDS, MOST_TOKENS
+from .ffn import KINDS
 from .formats import COLS, ROWS, padded
 from .store import ExpertStore, aligned
 from .team import JobFailed, Prepared, Team, prepare
@@ -206,23 +206,25 @@ class _Line:
         self.act_nbytes = padded(store.hidden, COLS) // COLS * step
         self.hid_nbytes = padded(store.inter, COLS) // COLS * step
         self.words = np.zeros(routed.WORDS, np.int64)
-        self.view, self.width = memoryview(cast(Any, self.words)), 0
+        self.view, self.several = memoryview(cast(Any, self.words)), False
         for i, v in layer.static.items():
             self.words[i] = v
         self.words[routed.STEP] = step
         self.kind = (store.format.name, layer.body, exact)
         self.prepared = prepare(routed.job, self.words, layer)
 
-    def widen(self, width: int) -> None:
-        """Makes walks for that many tokens of one expert at once ready: compiled when first needed."""
-        for name, place in ffn.walks(*self.kind, width).items():
+        self.widen(False)
+
+    def widen(self, several: bool) -> None:
+        """Makes walks for one token or for several of one expert at once ready: compiled when first needed."""
+        for name, place in ffn.walks(*self.kind, several).items():
             self.words[getattr(routed, name)] = place
-        self.words[routed.WIDTH] = self.width = width
+        self.several = several
 
     def aim(self, x: Array, ids: Array, weights: Array, out: Array) -> None:
         T, k = ids.shape
-        if T > self.width < MOST_TOKENS:
-            self.widen(1 if T == 1 else 2 if T == 2 else 4 if T <= 4 else 8)
+        if T * k > 1 and not self.several:           # a token may name an expert twice
+            self.widen(True)
         scratch = self.scratch
         scratch.fit(T * self.act_nbytes, T * k * self.hid_nbytes, 8 * T * k)
         if scratch.version != self.version:

@@ -18,10 +18,12 @@ PULL_NBYTES = 192 << 10                              # of the own rows of down, 
 # words of a job's arguments; I is padded to 64, tiles and rows are those of H and I
 (INPUTS, IDS, WEIGHTS, OUT, COUNT, TOP_K, BF16, HIDDEN, INTER, EXPERTS, BASE, RECORD, UP_AT, DOWN_AT, TILE, KIND, GATED, PARAMS, BIAS_GATE, BIAS_UP,
  BIAS_DOWN, BIAS_I, BIAS_H, ON_INPUT, ACTS, HID, COUNTS, USED, STARTS, TOKENS, PAIR_WEIGHTS, SPARE, USED_COUNT,
- STEP, ONE, WIDTH, TAKE, APART1, APART2, APART4, TOGETHER1, TOGETHER2, TOGETHER4, TOGETHER8, PAIRS) = range(45)
-WORDS = 45
-# a thread's own memory: streams and next streams, activations' addresses, sums of 4 streams × 8 tokens × 16 rows, 32 float32
-AIM, XS, SUMS, VALUES, SPARE_NBYTES = 0, 64, 128, 128 + 2048, 128 + 2048 + 128
+ STEP, ONE, TAKE, APART1, APART2, APART4, TOGETHER, PAIRS) = range(41)
+WORDS = 41
+# a thread's own memory: streams and next streams, activations' addresses, sums of 4 streams × 16 tokens × 16 rows, 32 float32
+AIM, XS, SUMS = 0, 64, 64 + 8 * MOST_TOKENS
+VALUES = SUMS + 4 * 64 * MOST_TOKENS
+SPARE_NBYTES = VALUES + 128
 _walk, _take = lanes.invoke(4), lanes.invoke(4)
 word = lanes.op(2, lambda b, a, i: lanes.load(b, b.add(a, b.shl(i, lanes.const(lanes.I64, 3))), lanes.I64, 0, 8), gives=True)
 
@@ -139,18 +141,9 @@ def join_row(a: int, e: int, pair: int, r: int, sums: int, spare: int) -> None:
 
 
 @kernel(inner=True)
-def walk(a: int, one: int, m: int, where: int, spare: int, sums: int, tiles: int) -> None:
-    """Runs the narrowest walk for m, of those at words one (for 1), one + 1 (2), one + 2 (4), one + 3 (8)."""
-    i = 0
-    while (1 << i) < m:
-        i += 1
-    _walk(word(a, one + i), where, spare + XS, sums, tiles)
-
-
-@kernel(inner=True)
-def width_of(m: int) -> int:
-    """Tokens of the walk that takes m."""
-    return 1 if m == 1 else 2 if m == 2 else 4 if m <= 4 else 8
+def apart(a: int, streams: int, spare: int, tiles: int) -> None:
+    """1, 2 or 4 streams of one token each."""
+    _walk(word(a, APART1 + streams // 2), spare + AIM, spare + XS, spare + SUMS, tiles)
 
 
 @kernel(inner=True)
@@ -174,31 +167,30 @@ def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
     e, up_from = peek32(word(a, USED) + 4 * u), 2 * word(a, GATED)
     streams = 2 + up_from
     bias = e * word(a, BIAS_I) + 128 * i
-    start, end, most = first_pair(a, u), first_pair(a, u + 1), word(a, WIDTH)
-    for c in range(start, end, most):
-        m = min(end - c, most)
-        for t in range(MOST_TOKENS):
+    start, end = first_pair(a, u), first_pair(a, u + 1)
+    for c in range(start, end, MOST_TOKENS):
+        m = min(end - c, MOST_TOKENS)
+        for t in range(max(m, 4)):
             poke(spare + XS + 8 * t, word(a, ACTS) + peek32(word(a, TOKENS) + 4 * (c + t % m)) * tiles * step)
-        width = width_of(m)
         if m == 1:
-            walk(a, APART1, streams, spare + AIM, spare, spare + SUMS, tiles)
+            apart(a, streams, spare, tiles)
         elif m == 2:
             for s in range(0, streams, 2):
                 _walk(word(a, PAIRS), spare + AIM + 8 * s, spare + XS, spare + SUMS + 128 * s, tiles)
         else:
             for s in range(streams):
-                walk(a, TOGETHER1, m, spare + AIM + 8 * s, spare, spare + SUMS + 64 * width * s, tiles)
+                _walk(word(a, TOGETHER), spare + AIM + 8 * s, spare + XS, spare + SUMS + 64 * m * s, tiles | m << 32)
         for t in range(m):
             weight = word(a, PAIR_WEIGHTS) + 4 * (c + t) if word(a, ON_INPUT) else word(a, ONE)
             sums = spare + SUMS + 64 * t
             for half in range(2):
-                g = sums + 64 * width * half
-                v = sums + 64 * width * (up_from + half)
+                g = sums + 64 * m * half
+                v = sums + 64 * m * (up_from + half)
                 if up_from:
                     ffn.scale_add(g, weight, word(a, BIAS_GATE) + bias + 64 * half)
                 ffn.scale_add(v, weight, word(a, BIAS_UP) + bias + 64 * half)
                 ffn.activate(word(a, KIND), up_from, g, v, word(a, PARAMS))
-            _take(word(a, TAKE), sums, sums + 64 * width, word(a, HID) + ((c + t) * (I // COLS) + i // 2) * step, i & 1)
+            _take(word(a, TAKE), sums, sums + 64 * m, word(a, HID) + ((c + t) * (I // COLS) + i // 2) * step, i & 1)
 
 
 @kernel(inner=True)
@@ -207,7 +199,7 @@ def down_apart(a: int, u: int, n: int, r: int, spare: int) -> None:
     stride = word(a, INTER) // COLS * word(a, STEP)
     for s in range(n):
         poke(spare + XS + 8 * s, word(a, HID) + first_pair(a, u + s) * stride)
-    walk(a, APART1, n, spare + AIM, spare, spare + SUMS, word(a, INTER) // COLS)
+    apart(a, n, spare, word(a, INTER) // COLS)
     for s in range(n):
         join_row(a, peek32(word(a, USED) + 4 * (u + s)), first_pair(a, u + s), r, spare + SUMS + 64 * s, spare)
 
@@ -216,12 +208,12 @@ def down_apart(a: int, u: int, n: int, r: int, spare: int) -> None:
 def down_together(a: int, u: int, r: int, spare: int) -> None:
     """16 columns of one expert for all its tokens."""
     stride = word(a, INTER) // COLS * word(a, STEP)
-    e, start, end, most = peek32(word(a, USED) + 4 * u), first_pair(a, u), first_pair(a, u + 1), word(a, WIDTH)
-    for c in range(start, end, most):
-        m = min(end - c, most)
-        for t in range(MOST_TOKENS):
-            poke(spare + XS + 8 * t, word(a, HID) + (c + t % m) * stride)
-        walk(a, TOGETHER1, m, spare + AIM, spare, spare + SUMS, word(a, INTER) // COLS)
+    e, start, end = peek32(word(a, USED) + 4 * u), first_pair(a, u), first_pair(a, u + 1)
+    for c in range(start, end, MOST_TOKENS):
+        m = min(end - c, MOST_TOKENS)
+        for t in range(m):
+            poke(spare + XS + 8 * t, word(a, HID) + (c + t) * stride)
+        _walk(word(a, TOGETHER), spare + AIM, spare + XS, spare + SUMS, word(a, INTER) // COLS | m << 32)
         for t in range(m):
             join_row(a, e, c + t, r, spare + SUMS + 64 * t, spare)
 

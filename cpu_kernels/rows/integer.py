@@ -28,7 +28,6 @@ from ..lanes import (
     call,
     const,
     dpbusd,
-    fma,
     fresh,
     half_to_f32,
     kept,
@@ -44,7 +43,13 @@ from ..lanes import (
 BLOCK_NBYTES = 80
 SCALE_AT, START_AT = 64, 72
 LINES_AT = 64                                        # of the codes within a tile
-AT_ONCE = {"generic": 1, "avx2": 2, "avx_vnni": 2, "avx512_vnni": 8}       # tokens whose sums fit in registers
+
+
+def at_once(format: Format, body: str) -> tuple[int, ...]:
+    """Tokens whose sums fit in registers, most first."""
+    if body == "avx2":
+        return (4, 2, 1) if format.name == "int8_g32" else (2, 1)
+    return {"generic": (1,), "avx_vnni": (2, 1), "avx512_vnni": (8, 4, 2, 1)}[body]
 
 
 def zero_of(format: Format, body: str) -> int:
@@ -81,9 +86,9 @@ def _columns(b: Builder, format: Format, body: str, raw: Value, group: int) -> t
         return (_nibbles(b, raw, group, "vnni" in body),)
     if "vnni" in body:
         return (b.xor(raw, const(raw.type, -0x7F7F7F80)),)
-    if body == "avx2":
-        return raw, b.bitcast(call(b, "abs", b.bitcast(raw, vec(I8, 32)), const(I1, 0)), raw.type)
-    return (raw,)
+    if body == "generic":
+        return (raw,)
+    return raw, b.bitcast(call(b, "abs", b.bitcast(raw, vec(I8, 32)), const(I1, 0)), raw.type)
 
 
 def _add(b: Builder, body: str, total: Value | None, w: tuple[Value, ...], x: Value) -> Value:
@@ -103,30 +108,29 @@ def _add(b: Builder, body: str, total: Value | None, w: tuple[Value, ...], x: Va
     return p if total is None else kept(b, b.add(total, p))
 
 
-def tile(b: Builder, format: Format, body: str, accs: list[list[Value]], w: Value, xs: list[Value], ahead: Value) -> list[list[Value]]:
-    """accs[token][part]: float32 sums of 16 rows in parts of the body's width; xs: addresses of the tokens' activation blocks; ahead: a tile
-    to be prefetched, line by line between the products: in one burst, prefetches fill the queue of misses and stop everything."""
+def tile(b: Builder, format: Format, body: str, add: Any, w: Value, xs: list[Value], ahead: Value) -> None:
+    """add(token, part, value, scale) takes float32 sums of 16 rows in parts of the body's width; xs: addresses of the tokens' activation
+    blocks; ahead: a tile to be prefetched, line by line between the products: in one burst, prefetches fill the queue of misses and
+    stop everything."""
     n, int4 = WIDTHS[body], format.name == "int4_g32"
-    parts = range(16 // n)
-    out = [list(a) for a in accs]
-    for low in range(0, len(xs), AT_ONCE[body]):
-        fresh(b)
-        tokens = range(low, min(low + AT_ONCE[body], len(xs)))
-        sums: dict[Any, Any] = {(t, g, p): None if body == "avx2" else _start(b, xs[t], g, n) for t in tokens for g in range(2) for p in parts}
-        for i in range(8 if int4 else 16):
+    parts, tokens = range(16 // n), range(len(xs))
+    fresh(b)
+    sums: dict[Any, Any] = {(t, g, p): None if body == "avx2" else _start(b, xs[t], g, n) for t in tokens for g in range(2) for p in parts}
+    for groups in ([0, 1],) if int4 else ([0], [1]):
+        for i in range(8):
+            line = 64 * (i + 8 * groups[0])
             fresh(b)
-            if low == 0:
-                prefetch(b, ahead, 64 * i)
-            raw = [load(b, w, vec(I32, n), LINES_AT + 64 * i + 4 * n * p, 4 * n) for p in parts]
-            for g in range(2) if int4 else [i // 8]:
+            prefetch(b, ahead, line)
+            raw = [load(b, w, vec(I32, n), LINES_AT + line + 4 * n * p, 4 * n) for p in parts]
+            for g in groups:
                 columns = [_columns(b, format, body, r, g) for r in raw]
                 for t in tokens:
-                    x = spread(b, xs[t], I32, n, 32 * g + 4 * (i % 8))
+                    x = spread(b, xs[t], I32, n, 32 * g + 4 * i)
                     for p in parts:
                         sums[t, g, p] = _add(b, body, sums[t, g, p], columns[p], x)
-        if low == 0:
+        if groups[-1]:
             prefetch(b, ahead, format.tile_nbytes - 64)
-        for g in range(2):
+        for g in groups:
             scales = [scales_of(b, format, body, w, g, n * p, n) for p in parts]
             for t in tokens:
                 sx = spread(b, xs[t], F32, n, SCALE_AT + 4 * g)
@@ -134,5 +138,4 @@ def tile(b: Builder, format: Format, body: str, accs: list[list[Value]], w: Valu
                     total = sums[t, g, p]
                     if body == "avx2":
                         total = b.add(pair_sums(b, total) if int4 else total, _start(b, xs[t], g, n))
-                    out[t][p] = fma(b, b.sitofp(total, vec(F32, n)), b.fmul(scales[p], sx), out[t][p])
-    return out
+                    add(t, p, b.sitofp(total, vec(F32, n)), b.fmul(scales[p], sx))

@@ -44,7 +44,7 @@ from cpu_kernels.lanes import op
 body = sys.argv[1]
 shape = (numba.types.int64,) * 4
 for name in FORMATS:
-    for streams, tokens in ((4, 1), (1, 8)):
+    for streams, tokens in ((4, 1), (1, rows.MANY)):
         run = op(4, rows.emitter(FORMATS[name], body, False, streams, tokens))
         @numba.njit(nogil=True)
         def walk(a, b, c, d):
