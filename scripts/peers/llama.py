@@ -35,14 +35,16 @@ def libraries() -> Any:
         pass
     made = Functions()
     for name, result, arguments in (
-            ("ggml_init", P, [InitParams]), ("ggml_new_tensor_2d", P, [P, c.c_int, I, I]), ("ggml_new_tensor_3d", P, [P, c.c_int, I, I, I]),
-            ("ggml_mul_mat_id", P, [P, P, P, P]), ("ggml_swiglu_split", P, [P, P, P]), ("ggml_mul", P, [P, P, P]), ("ggml_add", P, [P, P, P]),
-            ("ggml_view_2d", P, [P, P, I, I, Z, Z]), ("ggml_new_graph_custom", P, [P, Z, c.c_bool]), ("ggml_build_forward_expand", None, [P, P]),
-            ("ggml_backend_alloc_ctx_tensors_from_buft", P, [P, P]), ("ggml_backend_buft_name", c.c_char_p, [P]), ("ggml_free", None, [P]),
+            ("ggml_init", P, [InitParams]), ("ggml_free", None, [P]), ("ggml_new_tensor_2d", P, [P, c.c_int, I, I]),
+            ("ggml_new_tensor_3d", P, [P, c.c_int, I, I, I]), ("ggml_mul_mat_id", P, [P, P, P, P]), ("ggml_swiglu_split", P, [P, P, P]),
+            ("ggml_mul", P, [P, P, P]), ("ggml_add", P, [P, P, P]), ("ggml_view_2d", P, [P, P, I, I, Z, Z]),
+            ("ggml_new_graph_custom", P, [P, Z, c.c_bool]), ("ggml_build_forward_expand", None, [P, P]),
+            ("ggml_quantize_chunk", Z, [c.c_int, P, P, I, I, I, P]), ("ggml_backend_alloc_ctx_tensors_from_buft", P, [P, P]),
             ("ggml_backend_tensor_set", None, [P, P, Z, Z]), ("ggml_backend_tensor_get", None, [P, P, Z, Z]),
-            ("ggml_backend_graph_compute", c.c_int, [P, P]), ("ggml_quantize_chunk", Z, [c.c_int, P, P, I, I, I, P]), ("ggml_backend_dev_supports_op", c.c_bool, [P, P]), ("ggml_nbytes", Z, [P]),
-            ("ggml_backend_reg_get_proc_address", P, [P, c.c_char_p]), ("ggml_backend_dev_backend_reg", P, [P]),
-            ("ggml_backend_cpu_buffer_type", P, []), ("ggml_backend_get_device", P, [P]), ("ggml_backend_cpu_init", P, []), ("ggml_backend_cpu_set_n_threads", None, [P, c.c_int])):
+            ("ggml_backend_graph_compute", c.c_int, [P, P]), ("ggml_backend_buft_name", c.c_char_p, [P]),
+            ("ggml_backend_dev_supports_op", c.c_bool, [P, P]), ("ggml_backend_reg_get_proc_address", P, [P, c.c_char_p]),
+            ("ggml_backend_dev_backend_reg", P, [P]), ("ggml_backend_get_device", P, [P]), ("ggml_backend_cpu_buffer_type", P, []),
+            ("ggml_backend_cpu_init", P, []), ("ggml_backend_cpu_set_n_threads", None, [P, c.c_int])):
         function = next(f for lib in parts if (f := getattr(lib, name, None)) is not None)
         function.restype, function.argtypes = result, arguments
         setattr(made, name, function)
