@@ -41,7 +41,7 @@ class Contender:
         python = pythons.get(kind) or (str(own) if own.exists() else sys.executable)
         self.process = subprocess.Popen([python, str(HERE / "peer.py"), str(HERE / FILES[kind]), method, str(threads), str(gib)], text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if loud else subprocess.DEVNULL)
-        self.about = self.read()
+        self.about: dict = {}
         self.samples: dict[str, list[float]] = {}
 
     def read(self) -> dict:
@@ -82,8 +82,9 @@ def idle_share(seconds: float) -> float:
 
 
 def quiet(patience_s: float) -> bool:
+    """Waits until the CPUs are idle but for a tenth of one."""
     end = time.monotonic() + patience_s
-    while idle_share(0.15) < 0.9:
+    while idle_share(0.06) < 1 - 0.1 / len(os.sched_getaffinity(0)) - 0.05:
         if time.monotonic() > end:
             return False
     return True
@@ -138,28 +139,31 @@ def main() -> None:
     p.add_argument("--json", type=Path)
     a = p.parse_args()
     load = os.getloadavg()[0]
-    contenders = []
-    for word in a.contenders:
-        contenders.append(Contender(word, a.threads, a.gib, dict(w.split("=", 1) for w in a.python), a.loud))
-        if why := contenders[-1].about.get("unable"):
-            print(f"{word} cannot run here: {why}")
-            contenders.pop()
+    contenders: list[Contender] = []
+    started = [Contender(word, a.threads, a.gib, dict(w.split("=", 1) for w in a.python), a.loud) for word in a.contenders]
+    for each in started:                                 # they load side by side
+        each.about = each.read()
+        if why := each.about.get("unable"):
+            print(f"{each.word} cannot run here: {why}", flush=True)
             continue
-        contenders[-1].about["error"] = contenders[-1].error()
+        each.about["error"] = each.error()
+        contenders.append(each)
     assert contenders and contenders[0].word.startswith("ours"), "the first contender is ours"
     works = [("decode", {"do": "decode", "calls": a.calls}, a.rounds)]
     works += [(f"prefill {t}", {"do": "prefill", "tokens": int(t)}, a.prefill_rounds) for t in a.prefill.split(",") if t]
     found: dict = {"threads": a.threads, "load average before": load, "works": {}}
     print(f"{a.threads} threads each; load average before: {load:.2f}", flush=True)
     for work, command, rounds in works:
-        calm = sum(one_round(contenders, work, command, i, a.patience) for i in range(-2, rounds)) if rounds else 0
-        rows, said = table(contenders, work, command, 2)
-        print(f"\n## {work}\n\n{markdown(rows)}\n\n" + "\n".join(said) + f"\nquiet before every turn in {calm} of {rounds + 2} rounds", flush=True)
-        found["works"][work] = {"rows": rows, "said": said, "quiet rounds": calm, "rounds": rounds + 2}
+        if not rounds:
+            continue
+        calm = sum(one_round(contenders, work, command, i, a.patience) for i in range(-1, rounds))
+        rows, said = table(contenders, work, command, 1)
+        print(f"\n## {work}\n\n{markdown(rows)}\n\n" + "\n".join(said) + f"\nquiet before every turn in {calm} of {rounds + 1} rounds", flush=True)
+        found["works"][work] = {"rows": rows, "said": said, "quiet rounds": calm, "rounds": rounds + 1}
+        if a.json:
+            a.json.write_text(json.dumps(found, indent=1))
     for c in contenders:
         c.end()
-    if a.json:
-        a.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

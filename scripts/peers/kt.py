@@ -37,7 +37,10 @@ class Kt:
         self.expert_nbytes = 3 * peer.HIDDEN * peer.INTER * BITS[method] / 8
         self.layers = peer.layers_for(self.expert_nbytes, gib)
         self.name = f"kt-kernel {method} ({names[0]})"
+        self.drawn = [peer.drawn(k) for k in range(peer.KINDS)]
+        self.whole: dict[str, np.ndarray] = {}           # until all layers have quantized it
         self.stack = [self.layer(getattr(self.e.moe, names[0])) for _ in range(self.layers)]
+        self.whole.clear()
 
     def layer(self, kind: Any) -> Any:
         config = self.e.moe.MOEConfig(peer.EXPERTS, peer.TOP_K, peer.HIDDEN, peer.INTER, 0)
@@ -45,7 +48,7 @@ class Kt:
         kept: list[np.ndarray] = []
         order = np.arange(peer.EXPERTS, dtype=np.int64)
         for i, name in enumerate(("gate", "up", "down")):
-            drawn = [peer.drawn(k)[i] for k in range(peer.KINDS)]
+            drawn = [each[i] for each in self.drawn]
             if self.method == "raw4":
                 packed = [grouped(w) for w in drawn]
                 kept += [a for p in packed for a in p]
@@ -57,9 +60,9 @@ class Kt:
                 setattr(config, f"{name}_projs", [[mine[e % peer.KINDS].ctypes.data for e in range(peer.EXPERTS)]])
                 setattr(config, f"{name}_scales", [[0] * peer.EXPERTS])
             else:
-                whole = np.concatenate([peer.bf16(drawn[e % peer.KINDS])[None] for e in range(peer.EXPERTS)])
-                kept.append(whole)
-                setattr(config, f"{name}_proj", whole.ctypes.data)
+                if name not in self.whole:
+                    self.whole[name] = np.concatenate([peer.bf16(drawn[e % peer.KINDS])[None] for e in range(peer.EXPERTS)])
+                setattr(config, f"{name}_proj", self.whole[name].ctypes.data)
         made = kind(config)
         self.cpu.submit(made.load_weights_task(order.ctypes.data))
         self.cpu.sync()
