@@ -54,11 +54,10 @@ class LLM:
             raise BadOption("options were given both whole and as keywords", "give one of them")
         self.options = options or settings.resolve(values, given_as="argument")
         began = time.perf_counter()
-        if self.options.routing != "model":
-            raise BadOption(f"routing = {self.options.routing!r}: the model's router picks experts in this version", "leave routing out")
-        if not self.options.overlap:
-            raise BadOption("overlap = off: shared and routed experts always overlap in this version", "leave overlap out")
         real = self.options.load_format != "dummy"
+        if real and self.options.routing != "model":
+            raise BadOption(f"routing = {self.options.routing!r}: only with dummy weights may somebody else than the model's router pick experts",
+                            "--load-format dummy, or leave routing out")
         self.source: Source = open_source(path_or_name, partial(fetch, offline=self.options.offline, progress=progress, weights=real), real)
         self.name = self.source.name
         self.model = read_model(self.source, self.options)
@@ -194,6 +193,7 @@ class LLM:
                  "KV": f"{self.plan.kv_tokens} tokens in {self.plan.kv_dtype}",
                  "planned": f"{self.plan.ram_bytes / 2**20:.0f} MiB, decode {self.plan.decode_tok_s:.0f} tok/s", "loaded in": f"{self.load_s:.1f} s",
                  **self.placed.facts,
+                 **({} if self.placed.residents is None else {"expert cache": str(self.placed.residents)}),
                  **({"notes": "; ".join(self.source.notes)} if self.source.notes else {})}
         rows = tuple(self.placed.decoder.report())
         return Report(self.name, facts, rows, tuple(self.options.rows()), self.placed.checks, self.speeds())

@@ -9,7 +9,7 @@ from torch import Tensor
 from cpu_kernels import ExpertLayer, cpu
 from cpu_kernels.team import Team
 from hetero.arch.spec import Model, MoE
-from hetero.errors import UnusableHardware
+from hetero.errors import BadOption, UnusableHardware
 from hetero.gpu.host import Host
 from hetero.gpu.ops import Check, Step
 from hetero.gpu.plain import Plain
@@ -17,8 +17,10 @@ from hetero.memory.arena import Arena
 from hetero.memory.cache import Cache, page_nbytes
 from hetero.memory.cost import Machine
 from hetero.memory.plan import Plan
+from hetero.memory.residents import Residents
 from hetero.model.check import check_experts, check_parts
 from hetero.model.decoder import Decoder
+from hetero.model.drawn import draw_routing
 from hetero.model.experts import OnCpu
 from hetero.model.load import load_decoder
 from hetero.model.replay import Replay
@@ -40,7 +42,7 @@ class Run(Protocol):
 @dataclass(frozen=True)
 class Placed:
     """`decoder` computes any step; `run` is the same with decode steps replayed over `cache`, and what an engine drives. `facts`: lines for the
-    report. `replay(cache, pages)`: the same for one sequence of at most that many pages over another cache."""
+    report. `replay(cache, pages)`: the same for one sequence of at most that many pages over another cache. `residents`: the expert cache, if on."""
 
     decoder: Decoder
     run: Run
@@ -48,6 +50,7 @@ class Placed:
     facts: Mapping[str, str]
     checks: tuple[Check, ...]
     replay: Callable[[Cache, int], Run]
+    residents: Residents | None = None
 
 
 def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: Mapping[int, ExpertLayer], team: Team, arena: Arena,
@@ -65,6 +68,8 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
 
 
 def place_on_cpu(plan: Plan, model: Model, options: Options, weights: Weights, layers: Mapping[int, ExpertLayer], team: Team, cache: Cache) -> Placed:
+    if not options.overlap:
+        raise BadOption("overlap = off: without a GPU nothing overlaps", "leave overlap out")
     ops = Host(plan.ctx, team, cpu.isa())
     checks = (*check_experts(layers, team), *check_parts(ops, model, cache.kv_dtype, plan.dense_format))
     if wrong := failed(checks, options.allow_fallback):
@@ -75,8 +80,11 @@ def place_on_cpu(plan: Plan, model: Model, options: Options, weights: Weights, l
         return OnCpu(layers[l], ops, options.precision, options.deterministic)
     format = "" if wrong else plan.dense_format
     decoder = load_decoder(plain if wrong else ops, model, weights, experts, format, format)
+    if options.routing != "model":
+        ops.recordable = False                               # a recorded job would draw once for all steps
+        draw_routing(decoder, options.routing, max(plan.chunk, plan.max_batch))
     run = Replay(decoder, ops, plan.max_batch, pages_of(plan))
-    how = "each step one job of the team" if ops.recordable else "layer by layer: a part has no job"
+    how = "each step one job of the team" if ops.recordable else "layer by layer: a part has no job, or routing is drawn"
     return Placed(decoder, run, cache, {"decode": how} | ({"FALLBACK": wrong} if wrong else {}), checks, lambda other, pages: run)
 
 

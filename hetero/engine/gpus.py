@@ -16,12 +16,15 @@ from hetero.memory.arena import Arena
 from hetero.memory.cache import Cache
 from hetero.memory.cost import Machine
 from hetero.memory.plan import Plan
+from hetero.memory.slots import SlotMemory
 from hetero.memory.stream import Ring, break_even, register
+from hetero.model.cached import Cached
 from hetero.model.check import check_experts, check_parts
+from hetero.model.drawn import draw_routing
 from hetero.model.handoff import HandedOver, Handoff, jobs_of
 from hetero.model.load import load_decoder
 from hetero.model.probe import prove
-from hetero.model.streamed import Streamed, orders_of
+from hetero.model.streamed import Streamed, orders_of, shape_of
 from hetero.model.weights import Weights
 from hetero.options import Options
 
@@ -38,7 +41,7 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
     ops, order = Cuda(plan.ctx, plan.device, dtype), {l: i for i, l in enumerate(sorted(layers))}
     checks = (*check_experts(layers, team), *check_parts(ops, model, cache.kv_dtype, plan.dense_format))
     facts = {"FALLBACK": wrong} if (wrong := failed(checks, options.allow_fallback)) else {}
-    handoff, ring, least = None, None, 0
+    handoff, ring, slots, least = None, None, None, 0
     if layers:
         top_k = max(f.router.top_k for l in layers if isinstance(f := model.layers[l].ffn, MoE))
         proven = prove(team, device, dtype, model.hidden, top_k)
@@ -52,25 +55,30 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
         least = streamed_from(model, layers, machine, plan.chunk)
         facts["streaming"] = f"from {least} tokens on, a ring of {ring.nbytes / 2**20:.0f} MiB" if least <= plan.chunk else "never: the CPU is faster"
 
-    if plan.cache_slots:
-        raise BadOption(f"expert_cache asks for {plan.cache_slots} experts per layer on the GPU, and this version decodes routed experts on the CPU",
-                        "--expert-cache off")
+        if plan.cache_slots and not wrong:
+            stores, base = [layers[l].store for l in sorted(layers)], int(arena.memory.ctypes.data)
+            slots = SlotMemory(stores, plan.cache_slots, plan.max_batch, top_k, base, device)
 
     def experts(l: int, part: MoE) -> Streamed:
         assert handoff is not None and ring is not None
-        return Streamed(HandedOver(handoff, order[l], layers[l], cpu.isa()), part, ring, least)
+        cached = None if slots is None else Cached(slots, order[l], shape_of(part, layers[l], device))
+        return Streamed(HandedOver(handoff, order[l], layers[l], cpu.isa(), cached), part, ring, least)
     if wrong:
         plain = load_decoder(Plain(plan.ctx, plan.device, dtype), model, weights, experts)
-        return Placed(plain, plain, cache, facts, checks, lambda other, pages: plain)
+        eager = Graphs(plain, cache, None, 0, pages_of(plan))
+        return Placed(plain, eager, cache, facts, checks, lambda other, pages: eager)
     try:
-        decoder = load_decoder(ops, model, weights, experts, plan.dense_format, plan.dense_format)
+        decoder = load_decoder(ops, model, weights, experts, plan.dense_format, plan.dense_format, options.overlap)
     except torch.OutOfMemoryError as error:
         raise DoesNotFit(f"attention, shared experts and head do not fit {plan.vram_limit_bytes / 2**30:.1f} GiB of GPU memory",
                          "--dense-format int8_g32, a larger --vram, or --device cpu") from error
+    if options.routing != "model":
+        draw_routing(decoder, options.routing, max(plan.chunk, plan.max_batch))
     most = 0 if any(isinstance(layer.attention, GatedDeltaNet) for layer in model.layers) else plan.max_batch
-    graphs = Graphs(decoder, cache, handoff, most, pages_of(plan))
+    graphs = Graphs(decoder, cache, handoff, most, pages_of(plan), slots)
     facts["decode"] = f"{len(graphs.graphs)} graphs captured in {graphs.capture_s:.1f} s" if most else "layer by layer: a part cannot be captured"
-    return Placed(decoder, graphs, cache, facts, checks, lambda other, pages: Graphs(decoder, other, handoff, min(1, most), pages))
+    return Placed(decoder, graphs, cache, facts, checks, lambda other, pages: Graphs(decoder, other, handoff, min(1, most), pages, slots),
+                  None if slots is None else slots.residents)
 
 
 def streamed_from(model: Model, layers: Mapping[int, ExpertLayer], machine: Machine, most: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from hetero.errors import EngineFailed
 from hetero.gpu.ops import Row, Step
 from hetero.memory.cache import Cache
+from hetero.memory.slots import SlotMemory
 from hetero.model.decoder import Decoder
 from hetero.model.handoff import Handoff
 
@@ -22,13 +23,55 @@ def sizes_to(most: int) -> tuple[int, ...]:
     return tuple(sorted({n for n in (1, 2, 4, *range(8, most + 1, 8), most) if 0 < n <= most}))
 
 
+class Staged:
+    """The step that graphs read, in one piece of device memory, with its twin in pinned memory: one copy brings a new step."""
+
+    def __init__(self, most: int, width: int, device: torch.device) -> None:
+        self.width, at = width, 0
+        sizes = {"tokens": (most, 8), "slots": (most, 8), "positions": (most, 4), "lengths": (most, 4), "states": (most, 4), "live": (1, 4),
+                 "pages": (most * width, 4)}                     # pages last: of a small batch only its own are copied
+        places = {}
+        for name, (count, size) in sizes.items():
+            places[name] = (at, at + count * size, size)
+            at += -(-count * size // 16) * 16
+        self.pages_at = places["pages"][0]
+        self.here = torch.zeros(at, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.there = torch.zeros(at, dtype=torch.uint8, device=device)
+        kinds = {4: torch.int32, 8: torch.int64}
+        self.host = {n: self.here[a:b].view(kinds[size]).numpy() for n, (a, b, size) in places.items()}
+        t = {n: self.there[a:b].view(kinds[size]) for n, (a, b, size) in places.items()}
+        self.live = t["live"]
+        self.step = Step(t["tokens"], t["positions"], torch.arange(most + 1, dtype=torch.int32, device=device), t["lengths"],
+                         t["pages"].view(most, width), t["slots"], t["states"], torch.arange(most, device=device), 1)
+
+    def part(self, n: int) -> Step:
+        """The first n sequences."""
+        s = self.step
+        return Step(s.tokens[:n], s.positions[:n], s.starts[:n + 1], s.lengths[:n], s.pages[:n], s.slots[:n], s.states[:n], s.wanted[:n], 1)
+
+    def load(self, step: Step | None, n: int, size: int, spare: int) -> None:
+        """n sequences of a step in host memory, padded to `size` with rows that write nothing and see one position of nothing."""
+        h = self.host
+        pages = h["pages"].reshape(-1, self.width)
+        if step is not None:
+            given = vars(step)
+            for name in ("tokens", "slots", "positions", "lengths", "states"):
+                h[name][:n] = given[name].numpy()
+            pages[:n, :step.pages.shape[1]] = step.pages.numpy()
+        for name, value in (("tokens", 0), ("slots", -1), ("positions", 0), ("lengths", 1), ("states", spare)):
+            h[name][n:size] = value
+        pages[n:size, 0], h["live"][0] = -1, n
+        used = self.pages_at + size * self.width * 4
+        self.there[:used].copy_(self.here[:used], non_blocking=True)
+
+
 class Graphs:
     """A decoder over one cache, captured. `width`: pages of the longest sequence. Capturing takes the decoder's stream and its whole graph pool."""
 
-    def __init__(self, decoder: Decoder, cache: Cache, handoff: Handoff | None, most: int, width: int) -> None:
-        self.decoder, self.cache, self.handoff, self.width = decoder, cache, handoff, width
+    def __init__(self, decoder: Decoder, cache: Cache, handoff: Handoff | None, most: int, width: int, slots: SlotMemory | None = None) -> None:
+        self.decoder, self.cache, self.handoff, self.slots = decoder, cache, handoff, slots
         device = cache.device
-        self.step = self._step(max(1, most), device)
+        self.staged = Staged(max(1, most), width, device)
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -38,29 +81,18 @@ class Graphs:
         self.capture_s = time.perf_counter() - began
         self.replayed = self.eager = 0
 
-    def _step(self, n: int, device: torch.device) -> Step:
-        def full(size: int | tuple[int, ...], value: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.full(size if isinstance(size, tuple) else (size,), value, dtype=dtype, device=device)
-
-        return Step(full(n, 0, torch.int64), full(n, 0), torch.arange(n + 1, dtype=torch.int32, device=device), full(n, 1), full((n, self.width), -1),
-                    full(n, -1, torch.int64), full(n, 0), torch.arange(n, device=device), 1)
-
-    def _part(self, n: int) -> Step:
-        s = self.step
-        return Step(s.tokens[:n], s.positions[:n], s.starts[:n + 1], s.lengths[:n], s.pages[:n], s.slots[:n], s.states[:n], s.wanted[:n], 1)
-
     def _forward(self, n: int) -> Tensor:
-        logits = self.decoder(self._part(n), self.cache)
+        logits = self.decoder(self.staged.part(n), self.cache)
         if self.handoff is not None:
             self.handoff.close_step()
         return logits
 
     def _capture(self, n: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         h = self.handoff
+        self.staged.load(None, 0, n, self.cache.spare)
         if h is not None:
             h.ready(n)
-            h.recording = True
-            h.live.zero_()
+            h.recording, h.live = True, self.staged.live
             h.flags.release()                                    # nobody answers while kernels are warmed
         try:
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -88,8 +120,10 @@ class Graphs:
         if size is None or cache is not self.cache:
             self.eager += 1
             with torch.no_grad():
-                return self.decoder(step, cache)
-        self._load(step, n, size)
+                return self.decoder(step.to(self.cache.device), cache)
+        if self.slots is not None:
+            self.slots.turn()
+        self.staged.load(step.to("cpu"), n, size, self.cache.spare)
         graph, logits = self.graphs[size]
         h = self.handoff
         if h is None:
@@ -105,29 +139,13 @@ class Graphs:
                 if not isinstance(error, EngineFailed):
                     h.recover()
                 raise
+        if self.slots is not None:
+            self.slots.stepped(size)
         self.replayed += 1
         return logits[:n]
 
-    def _load(self, step: Step, n: int, size: int) -> None:
-        s = self.step
-        s.tokens[:n].copy_(step.tokens, non_blocking=True)
-        s.positions[:n].copy_(step.positions, non_blocking=True)
-        s.lengths[:n].copy_(step.lengths, non_blocking=True)
-        s.pages[:n, :step.pages.shape[1]].copy_(step.pages, non_blocking=True)
-        s.slots[:n].copy_(step.slots, non_blocking=True)
-        s.states[:n].copy_(step.states, non_blocking=True)
-        if size > n:
-            s.slots[n:size].fill_(-1)
-            s.states[n:size].fill_(self.cache.spare)             # a slot that no sequence has
-            s.lengths[n:size].fill_(1)
-            s.positions[n:size].fill_(0)
-            s.pages[n:size, 0].fill_(-1)
-            s.tokens[n:size].fill_(0)
-        if self.handoff is not None:
-            self.handoff.live.fill_(n)
-
     def diagnose(self, step: Step, cache: Cache) -> int | None:
-        return self.decoder.diagnose(step, cache)
+        return self.decoder.diagnose(step.to(self.cache.device), cache)
 
     def report(self) -> Iterator[tuple[int | None, Row]]:
         yield from self.decoder.report()

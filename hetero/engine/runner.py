@@ -1,7 +1,7 @@
 """Builds the step record from picked work, calls the decoder and returns logits; knows no sampling and no request's meaning.
 
-Step arrays are views of buffers that live as long as the runner, so building a step allocates nothing of the batch's size: a step's tensors are
-valid until the next one is built.
+Step arrays are views of buffers in host memory that live as long as the runner, so building a step allocates nothing of the batch's size: a step's
+tensors are valid until the next one is built. Who computes elsewhere sends them there.
 """
 
 from collections.abc import Sequence as Row
@@ -76,13 +76,13 @@ class Runner:
                 a["wanted"][rows] = at + count - 1
                 rows += 1
             at, longest = at + count, max(longest, count)
-        send, n = self._send, len(work)
-        return Step(send("tokens", at), send("positions", at), send("starts", n + 1), send("lengths", n),
-                    send("pages", n * width).view(n, width), send("slots", at), send("states", n), send("wanted", rows), longest)
+        view, n = self._view, len(work)
+        return Step(view("tokens", at), view("positions", at), view("starts", n + 1), view("lengths", n),
+                    view("pages", n * width).view(n, width), view("slots", at), view("states", n), view("wanted", rows), longest,
+                    work[0].sequence.computed if n == 1 else -1)
 
-    def _send(self, name: str, count: int) -> Tensor:
-        here = self.buffers[name][:count]
-        return here.to(self.cache.device, non_blocking=True) if self.cache.device.type == "cuda" else here
+    def _view(self, name: str, count: int) -> Tensor:
+        return self.buffers[name][:count]
 
     def _show(self, row: int, pages: list[int], retired: int) -> np.ndarray:
         """The row of the page table, brought up to date: only what was added, unless the list is another one or pages were given back."""

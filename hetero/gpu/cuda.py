@@ -11,10 +11,12 @@ from hetero.arch import spec
 from hetero.errors import UnusableHardware
 from hetero.gpu import attention, linear, norm, plain, rope, router
 from hetero.gpu.delta import PlainDelta
-from hetero.gpu.ops import KV, LatentKV, Matrix, Row, Step
+from hetero.gpu.mailbox import Awaited
+from hetero.gpu.ops import KV, Addend, LatentKV, Matrix, Row, Step, settled
 from hetero.gpu.tables import rope_table, scale_of
 
 FEW, NARROW = 16, 1024                   # up to so many tokens a matrix of so few rows is read once per token
+MANY = 256                               # tokens from which 8-bit weights are unpacked for cuBLAS rather than in every block of a product
 VOCABULARY = 32768                       # rows from which the product for many tokens is the faster one for a single token too
 
 
@@ -33,10 +35,11 @@ class Cuda:
 
     def __init__(self, context: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> None:
         self.context, self.device, self.dtype = context, torch.device(device), dtype
-        self.isa, self.cores = capability(self.device), 1
+        self.isa, self.cores, self.roomy, self.flash = capability(self.device), 1, False, False
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
-            self.cores = properties.multi_processor_count
+            self.cores, self.roomy = properties.multi_processor_count, properties.shared_memory_per_block_optin >= 161 << 10      # type: ignore[attr-defined]
+            self.flash = properties.major >= 8 and dtype != torch.float32
             if dtype == torch.bfloat16 and properties.major < 8:
                 raise UnusableHardware(f"{properties.name} ({self.isa}) has no bfloat16", "use --dtype float16 on cards before the 30 series")
         self._tables: dict[spec.Rope, tuple[Tensor, Tensor]] = {}
@@ -91,8 +94,8 @@ class Cuda:
     def add(self, x: Tensor, delta: Tensor, scale: float = 1.0) -> Tensor:
         return norm.add(x, delta, scale)
 
-    def add_gated(self, x: Tensor, delta: Tensor, gate: Tensor) -> Tensor:
-        return norm.add(x, delta, gate=gate)
+    def join(self, routed: Addend, shared: Tensor, gate: Tensor | None) -> Addend:
+        return routed.plus(shared, gate) if isinstance(routed, Awaited) else norm.add(settled(routed), shared, gate=gate)
 
     def rows(self, x: Tensor, wanted: Tensor) -> Tensor:
         return x.index_select(0, wanted)
@@ -117,8 +120,10 @@ class CudaNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return norm.norm(x, self.weight, self.eps, self.bias, self.bias is not None)
 
-    def add(self, x: Tensor, delta: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        return norm.add_norm(x, delta, self.weight, self.eps, self.bias, self.bias is not None, scale)
+    def add(self, x: Tensor, delta: Addend, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        if isinstance(delta, Awaited):
+            return delta.add_norm(x, self.weight, self.eps, self.bias, scale)
+        return norm.add_norm(x, settled(delta), self.weight, self.eps, self.bias, self.bias is not None, scale)
 
 
 class FloatMatrix:
@@ -152,10 +157,13 @@ class CodedMatrix:
         x = x.contiguous()
         if x.shape[0] == 1 and self.rows < VOCABULARY:
             return linear.gemv(x, self.codes, self.scales, self.bias, self.out)
+        if x.shape[0] >= MANY and self.rows < VOCABULARY:
+            return F.linear(x, linear.expand(self.codes, self.scales, x.dtype), self.bias).to(self.out)
         return linear.gemm(x, self.codes, self.scales, self.bias, self.out)
 
     def row(self) -> Row:
-        return self.ops.row("linear", "triton.gemv for one token, triton.gemm for more", "int8", self.codes.nbytes + self.scales.nbytes)
+        return self.ops.row("linear", f"triton.gemv for one token, triton.gemm for more, cublas from {MANY}", "int8",
+                            self.codes.nbytes + self.scales.nbytes)
 
 
 class CudaAttend:
@@ -163,17 +171,20 @@ class CudaAttend:
         self.ops, self.part, self.eps, self.scale = ops, part, eps, scale_of(part)
         self.q_norm, self.k_norm, sink = (ops.nothing if t is None else ops.own(t, torch.float32) for t in (q_norm, k_norm, sinks))
         self.sinks = None if sinks is None else sink
+        self.whole = ops.flash and sinks is None and part.window is None
         self.cos, self.sin = (ops.nothing, ops.nothing) if part.rope is None else ops.table(part.rope)
 
     def __call__(self, qkv: Tensor, kv: KV, step: Step) -> Tensor:
         part = self.part
         q = rope.place(part, self.eps, qkv, kv, step, self.cos, self.sin, self.q_norm, self.k_norm)
+        if step.before >= 0 and q.shape[0] >= MANY and self.whole and kv.key_scales is None:
+            return attention.attend_alone(q, kv, step, self.scale).flatten(1)
         reach = step.pages.shape[1] * kv.keys.shape[2]
         splits = 1 if step.longest > 1 else attention.splits_for(q.shape[0] * part.kv_heads, min(reach, part.window or reach), self.ops.cores)
-        return attention.attend(q, kv, step, self.scale, part.window, self.sinks, splits).flatten(1)
+        return attention.attend(q, kv, step, self.scale, part.window, self.sinks, splits, self.ops.roomy).flatten(1)
 
     def row(self) -> Row:
-        return self.ops.row("attention", "triton.paged_gqa")
+        return self.ops.row("attention", "triton.paged_gqa", note=f"torch's own for {MANY} tokens and more of a sequence alone" if self.whole else "")
 
 
 class CudaLatentAttend:

@@ -5,6 +5,7 @@ router's ids: nothing waits for the host, and a step can be captured. The tiles 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,7 +19,7 @@ CODES = {"f32": 0, "bf16": 1, "int8_g32": 2, "int4_g32": 3}
 
 
 @triton.jit
-def _halves(tiles, n, KT, kt, live, dtype: tl.constexpr, FORMAT: tl.constexpr):
+def halves(tiles, n, KT, kt, live, dtype: tl.constexpr, FORMAT: tl.constexpr):
     """Columns 64 kt .. + 31 and + 32 .. + 63 of rows n [BN] as two [BN, 32] of `dtype`; `tiles` is the matrix's first byte."""
     k = tl.arange(0, 32)[None, :]
     at = (n // 16) * KT + kt
@@ -30,8 +31,8 @@ def _halves(tiles, n, KT, kt, live, dtype: tl.constexpr, FORMAT: tl.constexpr):
         s0 = tl.load(s, mask=live, other=0.0).to(tl.float32)[:, None]
         s1 = tl.load(s + 16, mask=live, other=0.0).to(tl.float32)[:, None]
         b = tl.load(base[:, None] + 64 + (k // 4) * 64 + r * 4 + k % 4, mask=m, other=0).to(tl.int32)
-        lo = ((b & 15) - 8).to(tl.float32) * s0
-        hi = ((b >> 4) - 8).to(tl.float32) * s1
+        lo = (((b & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0) * s0     # 2^23 + code: no integer is converted
+        hi = (((b >> 4) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0) * s1
     elif FORMAT == 2:
         base = tiles + at * 1088
         s = base.to(tl.pointer_type(tl.uint16)) + n % 16
@@ -52,25 +53,17 @@ def _halves(tiles, n, KT, kt, live, dtype: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _place(starts, tiles, first, count, BM: tl.constexpr):
-    """(expert, its first row, end of its rows) of this program's tile among experts first .. first + count - 1; expert -1: none left."""
-    i = tl.program_id(1) + tl.load(tiles + first)
-    e = -1
-    row = 0
-    end = 0
-    if i < tl.load(tiles + first + count):
-        lo = first
-        hi = first + count
-        while hi - lo > 1:
-            mid = (lo + hi) // 2
-            if tl.load(tiles + mid) <= i:
-                lo = mid
-            else:
-                hi = mid
-        e = lo
-        row = tl.load(starts + e) + (i - tl.load(tiles + e)) * BM
-        end = tl.load(starts + e + 1)
-    return e, row, end
+def _place(starts, tiles, first, count, i, BM: tl.constexpr):
+    """(expert, its first row, end of its rows) of tile i, which is one of experts first .. first + count - 1."""
+    lo = first
+    hi = first + count
+    while hi - lo > 1:
+        mid = (lo + hi) // 2
+        if tl.load(tiles + mid) <= i:
+            lo = mid
+        else:
+            hi = mid
+    return lo, tl.load(starts + lo) + (i - tl.load(tiles + lo)) * BM, tl.load(starts + lo + 1)
 
 
 @triton.jit
@@ -78,8 +71,8 @@ def _up(x, tokens, pair_weights, records, slots, starts, tiles, gate_bias, up_bi
         BN: tl.constexpr, BM: tl.constexpr, FORMAT: tl.constexpr, SLOTS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
         LIMIT: tl.constexpr, WEIGH: tl.constexpr):
     """h[row, i] = act(gate) * up for the rows of one expert: both products share the activations, which are gathered by token."""
-    e, row, end = _place(starts, tiles, first, count, BM)
-    if e >= 0:
+    for i in range(tl.program_id(1) + tl.load(tiles + first), tl.load(tiles + first + count), tl.num_programs(1)):
+        e, row, end = _place(starts, tiles, first, count, i, BM)
         m = row + tl.arange(0, BM)
         ok = m < end
         pair = tl.load(tokens + m, mask=ok, other=0)
@@ -95,10 +88,10 @@ def _up(x, tokens, pair_weights, records, slots, starts, tiles, gate_bias, up_bi
             c = kt * 64 + k
             x0 = tl.load(xp + kt * 64, mask=ok[None, :] & (c < H), other=0.0)
             x1 = tl.load(xp + kt * 64 + 32, mask=ok[None, :] & (c + 32 < H), other=0.0)
-            w0, w1 = _halves(base + UP, n, KT, kt, live, x0.dtype, FORMAT)
+            w0, w1 = halves(base + UP, n, KT, kt, live, x0.dtype, FORMAT)
             up = tl.dot(w1, x1, tl.dot(w0, x0, up, input_precision="ieee"), input_precision="ieee")
             if GATED:
-                g0, g1 = _halves(base, n, KT, kt, live, x0.dtype, FORMAT)
+                g0, g1 = halves(base, n, KT, kt, live, x0.dtype, FORMAT)
                 gate = tl.dot(g1, x1, tl.dot(g0, x0, gate, input_precision="ieee"), input_precision="ieee")
         if WEIGH:
             w = tl.load(pair_weights + pair, mask=ok, other=0.0)[None, :]
@@ -122,8 +115,8 @@ def _up(x, tokens, pair_weights, records, slots, starts, tiles, gate_bias, up_bi
 def _down(h, records, slots, starts, tiles, bias, y, first, count, RECORD, DOWN, H, I, KT, BN: tl.constexpr, BM: tl.constexpr, FORMAT: tl.constexpr,
           SLOTS: tl.constexpr, BIAS: tl.constexpr):
     """y[row, :] = h[row, :] W_down^T + bias."""
-    e, row, end = _place(starts, tiles, first, count, BM)
-    if e >= 0:
+    for i in range(tl.program_id(1) + tl.load(tiles + first), tl.load(tiles + first + count), tl.num_programs(1)):
+        e, row, end = _place(starts, tiles, first, count, i, BM)
         m = row + tl.arange(0, BM)
         ok = m < end
         n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -137,7 +130,7 @@ def _down(h, records, slots, starts, tiles, bias, y, first, count, RECORD, DOWN,
             c = kt * 64 + k
             h0 = tl.load(hp + kt * 64, mask=ok[None, :] & (c < I), other=0.0)
             h1 = tl.load(hp + kt * 64 + 32, mask=ok[None, :] & (c + 32 < I), other=0.0)
-            w0, w1 = _halves(base, n, KT, kt, live, h0.dtype, FORMAT)
+            w0, w1 = halves(base, n, KT, kt, live, h0.dtype, FORMAT)
             acc = tl.dot(w1, h1, tl.dot(w0, h0, acc, input_precision="ieee"), input_precision="ieee")
         if BIAS:
             acc += tl.load(bias + e * H + n, mask=live, other=0.0)[:, None]
@@ -205,9 +198,25 @@ class Groups:
     block: int
 
 
+class Block(NamedTuple):
+    """Of a product kernel: rows of the weights per program, warps, stages."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+def blocks(tokens: int, dtype: torch.dtype) -> Block:
+    """By the tokens of a tile. 8 warps on 64 rows would unpack every weight twice, which is 3.6 times slower; cards that have no bfloat16 take them,
+    as they multiply element by element."""
+    if dtype == torch.float32:
+        return Block(32, 4 if tokens <= 32 else 8, 1)
+    return Block(64, 4, 4) if dtype == torch.bfloat16 or tokens <= 32 else Block(64, 8, 3)
+
+
 def block_for(pairs: int, experts: int) -> int:
     """Rows of a tile: as many as an expert can be expected to have."""
-    return 16 if pairs <= 16 * experts else 32 if pairs <= 48 * experts else 64 if pairs <= 96 * experts else 128
+    return 16 if pairs <= 12 * experts else 32 if pairs <= 24 * experts else 64 if pairs <= 96 * experts else 128
 
 
 def group(ids: torch.Tensor, weights: torch.Tensor, experts: int) -> Groups:
@@ -235,24 +244,21 @@ class Product:
     def run(self, records: torch.Tensor, first: int, count: int, slots: torch.Tensor | None = None) -> None:
         """Experts first .. first + count - 1; their records lie one after another at `records` (uint8), or at number `slots[e]` (int32 [E])."""
         s, g, x = self.shape, self.groups, self.x
-        n = g.pairs.shape[0]
-        small = g.block <= 32
-        BN, warps, stages = (64, 4, 3) if small else (64, 8, 3)
-        if x.dtype == torch.float32:
-            BN, stages = 32, 1
-        grid = min(n, -(-n // g.block) + count)
+        n, (BN, warps, stages) = g.pairs.shape[0], blocks(g.block, x.dtype)
         kt_h, kt_i = -(-s.hidden // 64), -(-s.inter // 64)
+        record, section = s.record_nbytes, s.section_nbytes
         gate_bias, up_bias, down_bias = s.biases or (None, x, x)
         table = g.starts if slots is None else slots
-        common = {"BM": g.block, "FORMAT": CODES[s.format], "SLOTS": slots is not None, "num_warps": warps, "num_stages": stages}
-        _up[(triton.cdiv(s.inter, BN), grid)](
+        tiles = min(n, 2 * n * count // (s.experts * g.block) + count)           # a program takes another tile when an expert is in great demand
+        common = {"BM": g.block, "FORMAT": CODES[s.format], "SLOTS": slots is not None, "BN": BN, "num_warps": warps, "num_stages": stages}
+        _up[(triton.cdiv(s.inter, BN), tiles)](
             x, g.pairs, g.weights, records, table, g.starts, g.tiles, x if gate_bias is None else gate_bias, up_bias, self.h, first, count,
-            s.record_nbytes, s.section_nbytes * s.gated, s.hidden, s.inter, kt_h, s.act.alpha, s.act.limit or 0.0, s.act.up_shift, g.ids.shape[1],
-            BN=BN, GATED=s.gated, BIAS=s.biases is not None, KIND=KINDS[s.act.kind],
+            record, section * s.gated, s.hidden, s.inter, kt_h, s.act.alpha, s.act.limit or 0.0, s.act.up_shift, g.ids.shape[1],
+            GATED=s.gated, BIAS=s.biases is not None, KIND=KINDS[s.act.kind],
             LIMIT=s.act.limit is not None, WEIGH=s.weight_on == "input", **common)
-        _down[(triton.cdiv(s.hidden, BN), grid)](
-            self.h, records, table, g.starts, g.tiles, down_bias, self.y, first, count, s.record_nbytes, s.section_nbytes * (1 + s.gated), s.hidden,
-            s.inter, kt_i, BN=BN, BIAS=s.biases is not None, **common)
+        _down[(triton.cdiv(s.hidden, BN), tiles)](
+            self.h, records, table, g.starts, g.tiles, down_bias, self.y, first, count, record, section * (1 + s.gated), s.hidden,
+            s.inter, kt_i, BIAS=s.biases is not None, **common)
 
     def out(self) -> torch.Tensor:
         """[T, H] in x's dtype: the weighted sum over each token's experts."""

@@ -17,7 +17,7 @@ from cpu_kernels.linear import Linear
 from cpu_kernels.operands import ready
 from cpu_kernels.team import Prepared, Team
 from hetero.arch import spec
-from hetero.gpu.ops import KV, Delta, LatentKV, Matrix, Row, Step
+from hetero.gpu.ops import KV, Addend, Delta, LatentKV, Matrix, Row, Step, settled
 from hetero.gpu.plain import Plain
 from hetero.gpu.tables import scale_of
 
@@ -121,8 +121,9 @@ class Host:
         self.do(small.add, [at(x), at(delta), 0, *x.shape], [scale], (x, delta))
         return x
 
-    def add_gated(self, x: Tensor, delta: Tensor, gate: Tensor) -> Tensor:
-        self.do(small.add, [at(x), at(delta), at(gate), *x.shape], [1.0], (x, delta, gate))
+    def join(self, routed: Addend, shared: Tensor, gate: Tensor | None) -> Tensor:
+        x = settled(routed)
+        self.do(small.add, [at(x), at(shared), at(gate), *x.shape], [1.0], (x, shared, gate))
         return x
 
     def rows(self, x: Tensor, wanted: Tensor) -> Tensor:
@@ -180,8 +181,8 @@ class HostNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self.run(x, None, 1.0)
 
-    def add(self, x: Tensor, delta: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        return x, self.run(x, delta, scale)
+    def add(self, x: Tensor, delta: Addend, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        return x, self.run(x, settled(delta), scale)
 
     def run(self, x: Tensor, delta: Tensor | None, scale: float) -> Tensor:
         out = torch.empty(x.shape)

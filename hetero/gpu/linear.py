@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from hetero.arch.spec import Act
+from hetero.gpu.launch import early, follow
 
 GROUP = 128                              # columns that share a scale
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
@@ -29,7 +30,8 @@ def activated(g, KIND: tl.constexpr, alpha):
 
 
 @triton.jit
-def _glu(gate_up, out, alpha, limit, shift, I, KIND: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+def _glu(gate_up, out, alpha, limit, shift, I, KIND: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
     t = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = o < I
@@ -46,12 +48,13 @@ def glu(act: Act, gate_up: torch.Tensor) -> torch.Tensor:
     T, I = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(T, I, dtype=gate_up.dtype, device=gate_up.device)
     _glu[(T, triton.cdiv(I, 1024))](gate_up, out, act.alpha, act.limit or 0.0, act.up_shift, I, KIND=KINDS[act.kind], LIMIT=act.limit is not None,
-                                    BLOCK=1024, num_warps=4)
+                                    BLOCK=1024, num_warps=4, **early(gate_up))
     return out
 
 
 @triton.jit
-def _gemv(x, w, scales, bias, out, N, K, BN: tl.constexpr, BG: tl.constexpr, CODES: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr):
+def _gemv(x, w, scales, bias, out, N, K, BN: tl.constexpr, BG: tl.constexpr, CODES: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr,
+          EARLY: tl.constexpr):
     """Program (block of rows, token): BN rows of W times one token, BG groups of columns at a time; weights float or int8 with scales."""
     t = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -61,10 +64,14 @@ def _gemv(x, w, scales, bias, out, N, K, BN: tl.constexpr, BG: tl.constexpr, COD
     row = w + n.to(tl.int64)[:, None, None] * K + k[None, None, :]
     live = (n < N)[:, None, None]
     acc = tl.zeros((BN, BG, GROUP), tl.float32)
+    at = g[None, :, None] * GROUP
+    ahead = tl.load(row + at, mask=live & (at + k[None, None, :] < K), other=0)
+    follow(EARLY)                                            # the first weights are on their way before x is there
     for first in range(0, groups, BG):
         at = (first + g)[None, :, None] * GROUP
         inside = at + k[None, None, :] < K
-        v = tl.load(row + at, mask=live & inside, other=0)
+        v = ahead
+        ahead = tl.load(row + at + BG * GROUP, mask=live & (at + BG * GROUP + k[None, None, :] < K), other=0)
         if CODES:
             v = v.to(x.dtype.element_ty)                     # int8 to 16 bits is a byte permutation, to float32 a slow conversion
         v = v.to(tl.float32)
@@ -81,8 +88,10 @@ def _gemv(x, w, scales, bias, out, N, K, BN: tl.constexpr, BG: tl.constexpr, COD
 
 
 @triton.jit
-def _gemm(x, w, scales, bias, out, T, N, K, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, PRECISE: tl.constexpr):
+def _gemm(x, w, scales, bias, out, T, N, K, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr,
+          EARLY: tl.constexpr, PRECISE: tl.constexpr):
     """int8 weights times many tokens; one group of columns per round, so that a scale multiplies a whole partial product."""
+    follow(EARLY)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, GROUP)
@@ -97,6 +106,24 @@ def _gemm(x, w, scales, bias, out, T, N, K, BM: tl.constexpr, BN: tl.constexpr, 
     if BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], acc.to(out.dtype.element_ty), mask=(m < T)[None, :] & (n < N)[:, None])
+
+
+@triton.jit
+def _expand(w, scales, out, K, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (block of columns, row): the row's codes times their scales."""
+    n = tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    s = tl.load(scales + n * groups + k // GROUP, mask=k < K, other=0.0)
+    v = tl.load(w + n * K + k, mask=k < K, other=0).to(tl.float32) * s
+    tl.store(out + n * K + k, v.to(out.dtype.element_ty), mask=k < K)
+
+
+def expand(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix [N, K] in `dtype`, for as long as the caller holds it: cheaper than to unpack it again for every block of many tokens."""
+    N, K = codes.shape
+    out = torch.empty(N, K, dtype=dtype, device=codes.device)
+    _expand[(triton.cdiv(K, 2048), N)](codes, scales, out, K, scales.shape[1], GROUP=GROUP, BLOCK=2048, num_warps=4)
+    return out
 
 
 def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +154,7 @@ def gemv(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor | None, bias: to
     out = torch.empty(T, N, dtype=dtype, device=x.device)
     BN, BG, warps = gemv_blocks(N, K, w.element_size())
     _gemv[(triton.cdiv(N, BN), T)](x, w, x if scales is None else scales, x if bias is None else bias, out, N, K, BN=BN, BG=BG,
-                                   CODES=scales is not None, BIAS=bias is not None, GROUP=GROUP, num_warps=warps)
+                                   CODES=scales is not None, BIAS=bias is not None, GROUP=GROUP, num_warps=warps, **early(x))
     return out
 
 
@@ -141,5 +168,5 @@ def gemm(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch
         BN, warps, stages = 16, 4, 5                         # few rows: more programs
     _gemm[(triton.cdiv(N, BN), triton.cdiv(T, BM))](x, codes, scales, x if bias is None else bias, out, T, N, K, BM=BM, BN=BN, BIAS=bias is not None,
                                                     GROUP=GROUP, PRECISE="ieee" if x.dtype == torch.float32 else "tf32",
-                                                    num_warps=warps, num_stages=stages if x.element_size() == 2 else 1)
+                                                    num_warps=warps, num_stages=stages if x.element_size() == 2 else 1, **early(x))
     return out

@@ -4,12 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero.gpu.launch import early, follow
+
 
 @triton.jit
-def _norm(x, delta, weight, bias, total, out, eps, scale, H, BH: tl.constexpr, ADD: tl.constexpr, CENTER: tl.constexpr, BIAS: tl.constexpr):
+def _norm(x, delta, weight, bias, total, out, eps, scale, H, BH: tl.constexpr, ADD: tl.constexpr, CENTER: tl.constexpr, BIAS: tl.constexpr,
+          EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * H
     o = tl.arange(0, BH)
     inside = o < H
+    follow(EARLY)
     v = tl.load(x + row + o, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         v += scale * tl.load(delta + row + o, mask=inside, other=0.0).to(tl.float32)
@@ -32,7 +36,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, bias: torch.Tensor |
     x = x.contiguous()
     out, H = torch.empty_like(x), x.shape[-1]
     _norm[(x.numel() // H,)](x, x, weight, weight if bias is None else bias, x, out, eps, 1.0, H, BH=triton.next_power_of_2(H), ADD=False,
-                             CENTER=center, BIAS=bias is not None, num_warps=_warps(H))
+                             CENTER=center, BIAS=bias is not None, num_warps=_warps(H), **early(x))
     return out
 
 
@@ -41,12 +45,13 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: fl
     """x, delta [T, H] -> (x + scale * delta, norm of that sum), both in x's dtype; one kernel."""
     total, out, H = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
     _norm[(x.numel() // H,)](x, delta, weight, weight if bias is None else bias, total, out, eps, scale, H, BH=triton.next_power_of_2(H), ADD=True,
-                             CENTER=center, BIAS=bias is not None, num_warps=_warps(H))
+                             CENTER=center, BIAS=bias is not None, num_warps=_warps(H), **early(x))
     return total, out
 
 
 @triton.jit
-def _add(x, delta, gate, out, scale, H, BLOCK: tl.constexpr, GATED: tl.constexpr):
+def _add(x, delta, gate, out, scale, H, BLOCK: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
     t = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = o < H
@@ -61,5 +66,5 @@ def add(x: torch.Tensor, delta: torch.Tensor, scale: float = 1.0, gate: torch.Te
     """x, delta [T, H] -> x + scale * delta, or with `gate` [T, 1] x + sigmoid(gate) * delta."""
     T, H = x.shape
     out = torch.empty_like(x)
-    _add[(T, triton.cdiv(H, 1024))](x, delta, x if gate is None else gate, out, scale, H, BLOCK=1024, GATED=gate is not None, num_warps=4)
+    _add[(T, triton.cdiv(H, 1024))](x, delta, x if gate is None else gate, out, scale, H, BLOCK=1024, GATED=gate is not None, num_warps=4, **early(x))
     return out

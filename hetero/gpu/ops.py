@@ -27,6 +27,14 @@ class Step:
     states: Tensor       # [S] int32, slot of per-sequence state parts
     wanted: Tensor       # [R] int64, rows whose logits are wanted
     longest: int         # max tokens of one sequence in this step: 1 means pure decode
+    before: int = -1     # tokens that the only sequence had before this step; -1: there are several, or nobody knows
+
+    def to(self, device: torch.device | str) -> "Step":
+        """The same with its tensors there; from pinned memory without waiting."""
+        def sent(t: Tensor) -> Tensor:
+            return t.to(device, non_blocking=True)
+        return Step(sent(self.tokens), sent(self.positions), sent(self.starts), sent(self.lengths), sent(self.pages), sent(self.slots),
+                    sent(self.states), sent(self.wanted), self.longest, self.before)
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class Norm(Protocol):
         """[T, H] -> [T, H]"""
         ...
 
-    def add(self, x: Tensor, delta: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, delta: "Addend", scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """s = x + scale * delta -> (s, norm(s)); may write s over x."""
         ...
 
@@ -182,8 +190,8 @@ class Ops(Protocol):
         """x + scale * delta; may write over x."""
         ...
 
-    def add_gated(self, x: Tensor, delta: Tensor, gate: Tensor) -> Tensor:
-        """x + sigmoid(gate) * delta, gate [T, 1]; may write over x."""
+    def join(self, routed: "Addend", shared: Tensor, gate: Tensor | None) -> "Addend":
+        """routed + shared, or + sigmoid(gate) * shared, gate [T, 1]; may write over routed."""
         ...
 
     def rows(self, x: Tensor, wanted: Tensor) -> Tensor:
@@ -197,6 +205,20 @@ class Embed(Reports, Protocol):
         ...
 
 
+class Answer(Protocol):
+    """[T, H] that somebody else is still computing, and what was added to it meanwhile."""
+
+    def take(self) -> Tensor: ...
+
+
+Addend = Tensor | Answer
+
+
+def settled(addend: Addend) -> Tensor:
+    """The sum itself, however long it takes."""
+    return addend if isinstance(addend, Tensor) else addend.take()
+
+
 class Experts(Reports, Protocol):
     """The routed experts of one layer. start enqueues or remembers; finish joins. Nothing waits between the two."""
 
@@ -204,6 +226,10 @@ class Experts(Reports, Protocol):
         """x [T, H], ids [T, k] int32 (-1: not mine), weights [T, k] f32; kept untouched by the caller until finish."""
         ...
 
-    def finish(self) -> Tensor:
+    def begin(self, x: Tensor, logits: Tensor, route: Route) -> None:
+        """start with what `route` picks from the router's logits [T, E]; the two may be one kernel."""
+        ...
+
+    def finish(self) -> Addend:
         """[T, H]: the weighted sum over each token's experts; valid until the next start."""
         ...

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hetero.arch import spec
 from hetero.gpu.delta import PlainDelta
-from hetero.gpu.ops import KV, LatentKV, Row, Step
+from hetero.gpu.ops import KV, Addend, LatentKV, Route, Row, Step, settled
 from hetero.gpu.tables import rope_table, scale_of
 
 FP8_MAX = 448.0                          # largest float8_e4m3fn
@@ -208,8 +208,8 @@ class Plain:
     def add(self, x: Tensor, delta: Tensor, scale: float = 1.0) -> Tensor:
         return x + delta * scale
 
-    def add_gated(self, x: Tensor, delta: Tensor, gate: Tensor) -> Tensor:
-        return x + delta * gate.sigmoid()
+    def join(self, routed: Addend, shared: Tensor, gate: Tensor | None) -> Tensor:
+        return settled(routed) + (shared if gate is None else shared * gate.sigmoid())
 
     def rows(self, x: Tensor, wanted: Tensor) -> Tensor:
         return x[wanted]
@@ -236,8 +236,8 @@ class PlainNorm:
             return F.layer_norm(x.float(), x.shape[-1:], self.weight, self.bias, self.eps).to(x.dtype)
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, delta: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        x = x + delta * scale
+    def add(self, x: Tensor, delta: Addend, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        x = x + settled(delta) * scale
         return x, self(x)
 
 
@@ -351,6 +351,9 @@ class PlainExperts:
         up = F.linear(x, self.up[e], bu)
         h = activate(self.part.act, up) if self.gate is None else glu(self.part.act, F.linear(x, self.gate[e], bg), up)
         return F.linear(h, self.down[e], bd)
+
+    def begin(self, x: Tensor, logits: Tensor, route: Route) -> None:
+        self.start(x, *route(logits))
 
     def finish(self) -> Tensor:
         return self.out

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from hetero.arch.spec import GQA
+from hetero.gpu.launch import early, follow
 from hetero.gpu.ops import KV, LatentKV, Step
 
 FP8_MAX = 448.0
@@ -51,7 +52,9 @@ def put_row(y, row, scale_at, out, scales, at, mask, FP8: tl.constexpr):
 
 @triton.jit
 def _place(qkv, q_out, keys, values, key_scales, value_scales, cos, sin, positions, slots, q_norm, k_norm, full, eps, clip, HEADS, KV_HEADS, PAGE,
-           D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr, FP8: tl.constexpr):
+           D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr, FP8: tl.constexpr,
+           EARLY: tl.constexpr):
+    follow(EARLY)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     d = tl.arange(0, BD)
@@ -120,7 +123,8 @@ def _place(qkv, q_out, keys, values, key_scales, value_scales, cos, sin, positio
 
 
 @triton.jit
-def _row_rms(qkv, full, eps, NQ, NK, STRIDE, BQ: tl.constexpr, BK: tl.constexpr):
+def _row_rms(qkv, full, eps, NQ, NK, STRIDE, BQ: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
     t = tl.program_id(0).to(tl.int64)
     o = tl.arange(0, BQ)
     q = tl.load(qkv + t * STRIDE + o, mask=o < NQ, other=0.0).to(tl.float32)
@@ -148,20 +152,21 @@ def place(part: GQA, eps: float, qkv: torch.Tensor, kv: KV, step: Step, cos: tor
     full = torch.empty(T, 2, dtype=torch.float32, device=qkv.device) if kind == 3 else cos
     if kind == 3:
         nq, nk = part.heads * D, part.kv_heads * D
-        _row_rms[(T,)](qkv, full, eps, nq, nk, qkv.shape[1], BQ=triton.next_power_of_2(nq), BK=triton.next_power_of_2(nk))
+        _row_rms[(T,)](qkv, full, eps, nq, nk, qkv.shape[1], BQ=triton.next_power_of_2(nq), BK=triton.next_power_of_2(nk), **early(qkv))
     fp8 = kv.key_scales is not None
     _place[(T, part.heads + 2 * part.kv_heads)](
         qkv, q, codes(kv.keys), codes(kv.values), kv.key_scales if fp8 else cos, kv.value_scales if fp8 else cos, cos, sin, step.positions,
         step.slots, q_norm, k_norm, full, eps, part.clip or 0.0, part.heads, part.kv_heads, kv.keys.shape[2], D=D, BD=triton.next_power_of_2(D),
         R=part.rope.dim if part.rope else 0, INTERLEAVED=bool(part.rope and part.rope.interleaved), NORM=kind, CLIP=part.clip is not None, FP8=fp8,
-        num_warps=1)
+        num_warps=1, **early(qkv))
     return q
 
 
 @triton.jit
 def _place_latent(latent, q, pages, scales, cos, sin, positions, slots, norm, eps, HEADS, QD, RANK: tl.constexpr, BR: tl.constexpr,
-                  NOPE: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
+                  NOPE: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr):
     """Program (t, h): h < HEADS rotates the rope part of q's head in place; h == HEADS norms and rotates the latent and stores it."""
+    follow(EARLY)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     i = tl.arange(0, R)
@@ -211,4 +216,5 @@ def place_latent(q: torch.Tensor, latent: torch.Tensor, kv: LatentKV, step: Step
     fp8 = kv.scales is not None
     _place_latent[(T, heads + 1)](latent, q, codes(kv.latent), kv.scales if fp8 else cos, cos, sin, step.positions, step.slots, norm, eps, heads, qd,
                                   RANK=rank,
-                                  BR=triton.next_power_of_2(rank), NOPE=nope, R=rope, INTERLEAVED=interleaved, FP8=fp8, num_warps=1)
+                                  BR=triton.next_power_of_2(rank), NOPE=nope, R=rope, INTERLEAVED=interleaved, FP8=fp8, num_warps=1,
+                                  **early(q))

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from hetero.arch.spec import Router
+from hetero.gpu.launch import early, follow
 
 SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
 
@@ -62,7 +63,9 @@ def pick(logits, correction, t, E, PER, scale, SCORE: tl.constexpr, GROUPS: tl.c
 
 @triton.jit
 def _route(logits, correction, ids, weights, E, PER, scale, SCORE: tl.constexpr, GROUPS: tl.constexpr, BG: tl.constexpr, BE: tl.constexpr,
-           K: tl.constexpr, BK: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, CORRECTION: tl.constexpr, RENORMALIZE: tl.constexpr):
+           K: tl.constexpr, BK: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, CORRECTION: tl.constexpr, RENORMALIZE: tl.constexpr,
+           EARLY: tl.constexpr):
+    follow(EARLY)
     t = tl.program_id(0)
     i, w = pick(logits, correction, t, E, PER, scale, SCORE, GROUPS, BG, BE, K, BK, TOP_GROUPS, TOP2, CORRECTION, RENORMALIZE)
     k = tl.arange(0, BK)
@@ -84,5 +87,5 @@ def route(part: Router, logits: torch.Tensor, correction: torch.Tensor | None) -
     ids = torch.empty(T, part.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(T, part.top_k, dtype=torch.float32, device=logits.device)
     _route[(T,)](logits, logits if correction is None else correction, ids, weights, E, E // part.groups, part.scale,
-                 **constants(part, correction is not None), num_warps=1 if E <= 128 else 4)
+                 **constants(part, correction is not None), num_warps=1 if E <= 128 else 4, **early(logits))
     return ids, weights

@@ -21,6 +21,7 @@ MiB, GiB = 1 << 20, 1 << 30
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 RING_SLOTS, SLOT_BYTES = 3, 128 * MiB           # prefill's ring of expert groups
 CACHE_FLOOR = 3                                 # below this many times top-k slots per layer, an expert cache costs more than it brings
+HEADROOM_BYTES = 256 * MiB                      # what an expert cache that nobody sized leaves to prefill and to the allocator's gaps
 PROCESS_BYTES = 700 * MiB                       # interpreter, torch, kernels' code
 
 
@@ -261,7 +262,7 @@ def _lay_out(model: Model, machine: Machine, options: Options, arriving: str | S
     states = (2 * batch + 1) * state_nbytes(model)       # of running sequences, as many to go on from, and one for rows that pad a step
     ctx, tokens = _kv(model, options, kv_dtype, limit - own - scratch - states)
     kv = tokens * kv_token_nbytes(model, kv_dtype)
-    slots, cache, note = _cache(model, options, record, on_gpu)
+    slots, cache, note = _cache(model, options, record, limit - own - scratch - states - kv - HEADROOM_BYTES if on_gpu else 0, on_gpu)
     item = {"attention, shared experts, head": weights, "KV cache": kv, "states": states, "scratch": scratch}
     on_card = item | {"prefill ring": ring, "expert cache": cache, "CUDA context": machine.context_bytes} if on_gpu else {}
     in_ram = {"experts": arena} | ({} if on_gpu else item) | {"KV of evicted pages": options.kv_ram or 0, "staging": (64 * MiB if on_gpu else 0),
@@ -313,22 +314,23 @@ def _kv(model: Model, options: Options, dtype: str, free: int, page: int = 16) -
     return ctx, -(-tokens // page) * page
 
 
-def _cache(model: Model, options: Options, record: int, on_gpu: bool) -> tuple[int, int, str]:
-    """(slots per routed layer, bytes, why none). A pinned size is kept; below the floor the cache is off. Not pinned: off, as no executor
-    decodes from slots yet, and a plan must not promise what will not run."""
+def _cache(model: Model, options: Options, record: int, spare: int, on_gpu: bool) -> tuple[int, int, str]:
+    """(slots per routed layer, bytes, why none). A pinned size is kept, else what is spare is taken; below the floor the cache is off."""
     if not on_gpu or not model.moe_layers:
         return 0, 0, "no GPU"
     if options.expert_cache == 0:
         return 0, 0, "off"
-    if options.expert_cache is None:
-        return 0, 0, "routed experts decode on the CPU in this version"
     moes = _moes(model)
     most = max(f.router.experts for f in moes)
-    slots = min(most, options.expert_cache // (record * len(moes)))
+    if len({f.router.experts for f in moes}) > 1:
+        return 0, 0, "layers have different numbers of experts"
+    wanted = max(0, spare) if options.expert_cache is None else options.expert_cache
+    slots = min(most, wanted // (record * len(moes)))
     floor = CACHE_FLOOR * max(f.router.top_k for f in moes)
     if slots < min(floor, most):
         least = size(min(floor, most) * record * len(moes))
-        return 0, 0, f"expert_cache = {written(options.expert_cache)} is below {CACHE_FLOOR} x top-k slots per layer ({least})"
+        asked = f"{size(wanted)} of spare GPU memory" if options.expert_cache is None else f"expert_cache = {written(options.expert_cache)}"
+        return 0, 0, f"{asked} is below {CACHE_FLOOR} x top-k slots per layer ({least})"
     return slots, slots * record * len(moes), ""
 
 

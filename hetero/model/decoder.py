@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hetero.arch import spec
-from hetero.gpu.ops import Embed, Matrix, Norm, Ops, Row, Step
+from hetero.gpu.ops import Addend, Embed, Matrix, Norm, Ops, Row, Step, settled
 from hetero.model.attention import Attention, Cache
 from hetero.model.delta import DeltaNet
 from hetero.model.ffn import Glu, Routed
@@ -21,20 +21,20 @@ class Block:
         self.ops, self.norm_after, self.scale = ops, layer.norm_after, layer.residual_scale
         (self.attn_norm, self.ffn_norm), self.attention, self.ffn = norms, attention, ffn
 
-    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, cache: Cache) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, delta: Addend | None, step: Step, cache: Cache) -> tuple[Tensor, Addend]:
         """x and delta [T, H] -> the same, one layer on; the residual stream is x + scale * delta."""
         x, h = self.enter(self.attn_norm, x, delta)
         x, h = self.enter(self.ffn_norm, x, self.leave(self.attn_norm, self.attention(h, step, cache)))
         return x, self.leave(self.ffn_norm, self.ffn(h))
 
-    def enter(self, norm: Norm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    def enter(self, norm: Norm, x: Tensor, delta: Addend | None) -> tuple[Tensor, Tensor]:
         if self.norm_after:
-            x = x if delta is None else self.ops.add(x, delta, self.scale)
+            x = x if delta is None else self.ops.add(x, settled(delta), self.scale)
             return x, x
         return (x, norm(x)) if delta is None else norm.add(x, delta, self.scale)
 
-    def leave(self, norm: Norm, y: Tensor) -> Tensor:
-        return norm(y) if self.norm_after else y
+    def leave(self, norm: Norm, y: Addend) -> Addend:
+        return norm(settled(y)) if self.norm_after else y
 
     def report(self) -> Iterator[Row]:
         yield from self.attention.report()
@@ -48,18 +48,21 @@ class Decoder:
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """[R, V] float32 logits of the wanted rows; each layer's new KV is in the cache."""
-        x, delta = self.embed(step.tokens), None
+        x: Tensor = self.embed(step.tokens)
+        delta: Addend | None = None
         for block in self.blocks:
             x, delta = block(x, delta, step, cache)
         assert delta is not None
-        last = self.ops.rows(x, step.wanted), self.ops.rows(delta, step.wanted)
+        last = self.ops.rows(x, step.wanted), self.ops.rows(settled(delta), step.wanted)
         return self.head(self.norm.add(*last, self.blocks[-1].scale)[1])
 
     def diagnose(self, step: Step, cache: Cache) -> int | None:
         """The first layer whose output is not finite, by running the step again (it writes the same KV); None when it is the head, or nothing."""
-        x, delta = self.embed(step.tokens), None
+        x: Tensor = self.embed(step.tokens)
+        delta: Addend | None = None
         for l, block in enumerate(self.blocks):
             x, delta = block(x, delta, step, cache)
+            delta = settled(delta)
             if not bool(torch.isfinite(x).all() & torch.isfinite(delta).all()):
                 return l
         return None

@@ -10,7 +10,7 @@ from torch import Tensor
 from cpu_kernels import Act, ExpertLayer, ExpertStore
 from hetero.arch import spec
 from hetero.gpu.host import Host
-from hetero.gpu.ops import Row
+from hetero.gpu.ops import Route, Row
 
 
 def expert_layer(part: spec.MoE, store: ExpertStore, biases: Mapping[str, np.ndarray] | None) -> ExpertLayer:
@@ -36,6 +36,9 @@ class OnCpu:
             began = time.perf_counter()
             self.layer.run(*arrays, self.ops.team, self.precision, self.deterministic)
             self.ops.spend("routed.job", time.perf_counter() - began)
+
+    def begin(self, x: Tensor, logits: Tensor, route: Route) -> None:
+        self.start(x, *route(logits))
 
     def finish(self) -> Tensor:
         return self.out

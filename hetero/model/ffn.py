@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hetero.arch import spec
-from hetero.gpu.ops import Experts, Matrix, Ops, Row
+from hetero.gpu.ops import Addend, Experts, Matrix, Ops, Route, Row, settled
 from hetero.model.weights import LayerWeights, Weights
 
 
@@ -29,25 +29,24 @@ class Glu:
 
 
 class Routed:
-    """Routed experts are started before the shared expert runs, and joined after it."""
+    """Routed experts are started before the shared expert runs, and joined after it; without `overlap` before it, to measure the difference."""
 
-    def __init__(self, ops: Ops, part: spec.MoE, layer: int, weights: Weights, experts: Experts, format: str) -> None:
-        w, self.ops, self.experts = weights.of(layer), ops, experts
+    def __init__(self, ops: Ops, part: spec.MoE, layer: int, weights: Weights, experts: Experts, format: str, overlap: bool = True) -> None:
+        w, self.ops, self.experts, self.overlap = weights.of(layer), ops, experts, overlap
         self.router = ops.matrix(w("router"), w.maybe("router.bias"), "f32", logits=True)
-        self.route = ops.route(part.router, w.maybe("router.correction"))
+        self.part = part.router
+        self.route: Route = ops.route(part.router, w.maybe("router.correction"))
         self.shared = Glu(ops, part.act, "shared", w, format) if part.shared else None
         self.shared_gate: Matrix | None = ops.matrix(w("shared_gate"), None, "f32") if part.shared_gate else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Addend:
         """[T, H] -> [T, H]"""
-        self.experts.start(x, *self.route(self.router(x)))
+        self.experts.begin(x, self.router(x), self.route)
         if self.shared is None:
             return self.experts.finish()
-        shared = self.shared(x)
-        if self.shared_gate is None:
-            return self.ops.add(self.experts.finish(), shared)
-        gate = self.shared_gate(x)
-        return self.ops.add_gated(self.experts.finish(), shared, gate)
+        routed = None if self.overlap else settled(self.experts.finish())
+        shared, gate = self.shared(x), None if self.shared_gate is None else self.shared_gate(x)
+        return self.ops.join(self.experts.finish() if routed is None else routed, shared, gate)
 
     def report(self) -> Iterator[Row]:
         yield from (self.router.row(), self.route.row(), self.experts.row())

@@ -20,7 +20,9 @@ from cpu_kernels.jobs import LATE, LOST, OK
 from cpu_kernels.team import Mailbox, Prepared, Program, Team, host_function
 from hetero.errors import EngineFailed
 from hetero.gpu import driver, mailbox
-from hetero.gpu.ops import Row
+from hetero.gpu.cuda import CudaRoute
+from hetero.gpu.ops import Addend, Route, Row
+from hetero.model.cached import Cached
 
 KINDS = ("flags", "memops", "callback")
 Jobs = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], list[Prepared]]     # x, ids, weights, out of some tokens -> a job per layer
@@ -55,26 +57,26 @@ class Handoff:
 
     # -- the GPU's side, enqueued --------------------------------------------------------------------------------------------------------------
 
-    def post(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        """x [T, H], ids [T, k], weights [T, k] of the layer-th routed layer, into the mailbox."""
+    def post(self, layer: int, x: Tensor, chosen: tuple[Tensor, Tensor] | mailbox.Choice, slots: mailbox.Slots | None = None) -> None:
+        """x [T, H] and what was chosen ([T, k]) of the layer-th routed layer, into the mailbox; experts with a slot are not asked of the CPU."""
         T = x.shape[0]
         flag = 0 if self.kind == "callback" else self.flags.request(layer)
-        mailbox.post(x, ids, weights, self.live, (self.x[:T], self.ids[:T], self.weights[:T]), self.arrived, flag)
+        mailbox.post(x, chosen, self.live, (self.x[:T], self.ids[:T], self.weights[:T]), self.arrived, flag, slots)
         if self.kind == "callback":
             self.calls(T).enqueue(layer, torch.cuda.current_stream().cuda_stream)
 
-    def take(self, layer: int, T: int) -> Tensor:
-        """The layer's answer [T, H], once it is there."""
+    def take(self, layer: int, T: int, hits: Tensor | None = None) -> mailbox.Awaited:
+        """The layer's answer [T, H], to be waited for by the kernel that needs it; `hits` [T, H] f32 are added."""
         flag = self.flags.done(layer)
         if self.kind == "memops":
             driver.wait_flag(torch.cuda.current_stream().cuda_stream, flag)
-        out = torch.empty(T, self.hidden, dtype=self.dtype, device=self.device)
-        return mailbox.take(self.out[:T], out, flag if self.kind == "flags" else 0, self.flags.error(), int(2 * self.deadline_s / POLL_S))
+        return mailbox.Awaited(self.out[:T], flag if self.kind == "flags" else 0, self.flags.error(), int(2 * self.deadline_s / POLL_S), self.device,
+                               self.dtype, hits)
 
     def close_step(self) -> None:
         """After the last layer and all that follows it."""
         if self.kind != "callback":
-            mailbox.end(self.flags.request(self.layers))
+            mailbox.end(self.flags.request(self.layers), self.live)
 
     # -- the CPU's side ------------------------------------------------------------------------------------------------------------------------
 
@@ -201,16 +203,29 @@ def jobs_of(layers: Sequence[ExpertLayer], team: Team) -> Jobs:
 
 
 class HandedOver:
-    """The executor of one routed layer: experts on the CPU, everything around them on the GPU. `index` counts routed layers."""
+    """The executor of one routed layer: experts on the CPU, but for those that have a slot on the GPU, where everything around them is too.
+    `index` counts routed layers."""
 
-    def __init__(self, handoff: Handoff, index: int, layer: ExpertLayer, isa: str) -> None:
-        self.handoff, self.index, self.layer, self.isa = handoff, index, layer, isa
+    def __init__(self, handoff: Handoff, index: int, layer: ExpertLayer, isa: str, cached: Cached | None = None) -> None:
+        self.handoff, self.index, self.layer, self.isa, self.cached = handoff, index, layer, isa, cached
         self.T = 0
+        self.hits: Tensor | None = None
+
+    def begin(self, x: Tensor, logits: Tensor, route: Route) -> None:
+        if self.handoff.recording and isinstance(route, CudaRoute) and route.fused:
+            self.record(x, mailbox.Choice(route.part, logits, route.correction))
+        else:
+            self.start(x, *route(logits))
+
+    def record(self, x: Tensor, chosen: tuple[Tensor, Tensor] | mailbox.Choice) -> None:
+        self.T, c = x.shape[0], self.cached
+        self.handoff.post(self.index, x, chosen, None if c is None else c.slots(self.T))
+        self.hits = None if c is None else c.run(x)
 
     def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         h, self.T = self.handoff, x.shape[0]
         if h.recording:
-            h.post(self.index, x, ids, weights)
+            self.record(x, (ids, weights))
             return
         if h.stage.tokens < self.T:
             h.stage = Stage(h, self.T)
@@ -219,10 +234,10 @@ class HandedOver:
         if h.stage.there is not None:
             h.stage.there.record()
 
-    def finish(self) -> Tensor:
+    def finish(self) -> Addend:
         h, T = self.handoff, self.T
         if h.recording:
-            return h.take(self.index, T)
+            return h.take(self.index, T, self.hits)
         s = h.stage
         if s.there is not None:
             s.there.synchronize()

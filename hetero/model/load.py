@@ -13,20 +13,21 @@ from hetero.model.weights import LayerWeights, Weights
 
 
 def load_decoder(ops: Ops, model: spec.Model, weights: Weights, experts: Callable[[int, spec.MoE], Experts], format: str = "",
-                 head_format: str = "") -> Decoder:
-    """`experts(layer, part)` makes the executor of a routed layer. Formats: "" keeps floats as `ops` stores them."""
+                 head_format: str = "", overlap: bool = True) -> Decoder:
+    """`experts(layer, part)` makes the executor of a routed layer. Formats: "" keeps floats as `ops` stores them. overlap: see `ffn.Routed`."""
     top = weights.of(None)
     embed = ops.embed(top("embed"), model.embed_scale)
-    blocks = [load_block(ops, model, l, weights, experts, format) for l in range(len(model.layers))]
+    blocks = [load_block(ops, model, l, weights, experts, format, overlap) for l in range(len(model.layers))]
     bias, scale = top.maybe("head.bias"), model.logit_scale
     head = ops.matrix(top("embed" if model.tied else "head"), None if bias is None else bias.float() * scale, head_format, logits=True)
     return Decoder(ops, model, embed, blocks, norm(ops, model, top, "norm", scale), head)
 
 
-def load_block(ops: Ops, model: spec.Model, l: int, weights: Weights, experts: Callable[[int, spec.MoE], Experts], format: str) -> Block:
+def load_block(ops: Ops, model: spec.Model, l: int, weights: Weights, experts: Callable[[int, spec.MoE], Experts], format: str,
+               overlap: bool) -> Block:
     layer, w = model.layers[l], weights.of(l)
     attention = load_attention(ops, layer.attention, l, model.eps, weights, format)
-    ffn = (Routed(ops, layer.ffn, l, weights, experts(l, layer.ffn), format) if isinstance(layer.ffn, spec.MoE)
+    ffn = (Routed(ops, layer.ffn, l, weights, experts(l, layer.ffn), format, overlap) if isinstance(layer.ffn, spec.MoE)
            else Glu(ops, layer.ffn.act, "mlp", w, format))
     return Block(ops, layer, (norm(ops, model, w, "attn_norm"), norm(ops, model, w, "ffn_norm")), attention, ffn)
 

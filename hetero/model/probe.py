@@ -58,8 +58,8 @@ class Echo:
     def forward(self) -> None:
         for l in range(LAYERS):
             words = self.said(self.round, l)
-            self.h.post(l, words[None].to(self.h.dtype), words[None, :self.weights.shape[1]].contiguous(), self.weights)
-            self.heard[l:l + 1] = self.h.take(l, 1)
+            self.h.post(l, words[None].to(self.h.dtype), (words[None, :self.weights.shape[1]].contiguous(), self.weights))
+            self.heard[l:l + 1] = self.h.take(l, 1).take()
         self.round += 1
         self.h.close_step()
 

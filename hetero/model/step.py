@@ -12,4 +12,4 @@ def single(tokens: torch.Tensor, start: int, page_size: int, wanted: torch.Tenso
     pages = torch.arange(-(-(start + T) // page_size), dtype=torch.int32)[None]
     starts, lengths = torch.tensor([0, T], dtype=torch.int32), torch.tensor([start + T], dtype=torch.int32)
     t, p, s, n, table, slots, states, w = (x.to(device) for x in (tokens, at.int(), starts, lengths, pages, at, torch.zeros_like(lengths), wanted))
-    return Step(t, p, s, n, table, slots, states, w, T)
+    return Step(t, p, s, n, table, slots, states, w, T, start)

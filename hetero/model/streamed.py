@@ -6,7 +6,7 @@ from torch import Tensor
 from cpu_kernels import ExpertLayer
 from hetero.arch import spec
 from hetero.gpu import experts
-from hetero.gpu.ops import Row
+from hetero.gpu.ops import Addend, Route, Row
 from hetero.memory.stream import Group, Ring, groups_of
 from hetero.model.handoff import HandedOver
 
@@ -37,11 +37,20 @@ class Streamed:
         self.product: experts.Product | None = None
         self.layers, self.index = small.handoff.layers, small.index
 
+    def begin(self, x: Tensor, logits: Tensor, route: Route) -> None:
+        if self.small.handoff.recording or x.shape[0] < self.least:
+            self.small.begin(x, logits, route)
+        else:
+            self.start(x, *route(logits))
+
     def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         if self.small.handoff.recording or x.shape[0] < self.least:
             self.small.start(x, ids, weights)
             return
-        self.product = experts.Product(self.shape, x.contiguous(), experts.group(ids, weights, self.shape.experts))
+        grouped = experts.group(ids, weights, self.shape.experts)
+        if self.small.cached is not None:
+            self.small.cached.memory.prompted(self.index, grouped.starts, x.shape[0])
+        self.product = experts.Product(self.shape, x.contiguous(), grouped)
         if self.index == 0 and self.ring.taken % len(self.ring.orders):
             self.ring.restart()                              # the step before this one ended early
         for _ in range(self.groups):
@@ -49,7 +58,7 @@ class Streamed:
             self.product.run(slot, order.first, order.count)
             self.ring.done()
 
-    def finish(self) -> Tensor:
+    def finish(self) -> Addend:
         if self.product is None:
             return self.small.finish()
         out, self.product = self.product.out(), None

@@ -69,7 +69,7 @@ def test_embed(host: Host, dtype: torch.dtype) -> None:
 def test_sums_and_rows(host: Host) -> None:
     x, delta, gate = torch.randn(4, 70), torch.randn(4, 70), torch.randn(4, 1)
     close(host.add(x.clone(), delta, 0.3), x + 0.3 * delta)
-    close(host.add_gated(x.clone(), delta, gate), x + delta * gate.sigmoid())
+    close(host.join(x.clone(), delta, gate), x + delta * gate.sigmoid())
     assert torch.equal(host.rows(x, torch.tensor([3, 1])), x[[3, 1]])
 
 

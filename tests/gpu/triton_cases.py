@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cpu_kernels import ExpertStore
 from cpu_kernels import plain as twins
 from hetero.arch import spec
-from hetero.gpu import attention, experts, linear, norm, plain, rope, router
+from hetero.gpu import attention, experts, few, linear, mailbox, norm, plain, rope, router
 from hetero.gpu.ops import KV, LatentKV, Step
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")               # the interpreter computes with numpy, infinity included
@@ -168,6 +168,15 @@ def test_any_shape_attends_as_its_twin(kv_heads, group, dim, page, window, seque
     check_attention(gqa(kv_heads * group, kv_heads, dim, window=window), "f32", new, cached, splits if max(new) == 1 else 1, page)
 
 
+@pytest.mark.parametrize("new,cached", [(40, 0), (40, 23)])
+def test_a_sequence_alone_attends_by_torch_as_by_pages(new, cached):
+    step, pages = step_of([new], [cached])
+    kv = kv_of(pages, 2, 16, 64, torch.float32)
+    q = rand(new, 8, 64)
+    alone = Step(**{**vars(step), "before": cached})
+    close(attention.attend_alone(q, kv, alone, 0.125), attention.attend(q, kv, step, 0.125, None, None, 1), TIGHT)
+
+
 def test_pages_given_back_are_never_read():
     part, page = gqa(4, 2, 64, window=8), 4
     step, pages = step_of([1, 3], [40, 33], page)
@@ -253,6 +262,7 @@ def test_eight_bit_products_equal_those_with_the_dequantized_matrix(T, N, K):
     codes, scales = linear.quantize(w)
     real = linear.dequantize(codes, scales)
     close(real, w, 9e-3)
+    close(linear.expand(codes, scales, torch.float32), real, 1e-7)
     want = x @ real.T + bias
     close(linear.gemm(x, codes, scales, bias, torch.float32), want, TIGHT)
     if T <= 3:
@@ -310,3 +320,73 @@ def test_experts_multiply_the_packed_bytes_as_their_twin(format, act, gated, bia
     product = experts.Product(shape, x.to(DEVICE), groups)
     product.run(records.view(E, n)[order.long().argsort()].flatten(), 0, E, order)
     close(product.out(), want, 1e-3)
+
+
+@pytest.mark.parametrize("format,act,gated,biased,weight_on", EXPERTS)
+def test_experts_in_slots_multiply_for_the_pairs_that_are_theirs(format, act, gated, biased, weight_on):
+    E, H, I, T, k = 5, 96, 72, 3, 2
+    rng = np.random.default_rng(2)
+    store = ExpertStore(format, E, H, I, gated)
+    for e in range(E):
+        gate, up, down = (rng.standard_normal(s, np.float32) / s[1] ** 0.5 for s in ((I, H), (I, H), (H, I)))
+        tag = {"dtype": "bf16"} if format == "bf16" else {}
+        gate, up, down = (twins.f32_to_bf16(w) if tag else w for w in (gate, up, down))
+        store.put(e, gate if gated else None, up, down, **tag)
+    biases = tuple(rng.standard_normal((E, n), np.float32) for n in (I, I, H)) if biased else None
+    x = torch.from_numpy(rng.standard_normal((T, H), np.float32))
+    ids = torch.tensor([[0, 3], [-1, 2], [4, 1]], dtype=torch.int32)
+    table = torch.tensor([2, -1, 0, 1, -1], dtype=torch.int32)                   # slot of each expert; token 2 has nobody here
+    slots = torch.where(ids >= 0, table[ids.long()], -1).int()
+    weights = torch.from_numpy(rng.random((T, k), np.float32))
+
+    def matrices(e):
+        return tuple(store.dequantize(e, n) if n != "gate" or gated else None for n in ("gate", "up", "down"))
+    mine = torch.where(slots >= 0, ids, -1)
+    want = torch.from_numpy(twins.moe(store.format, x.numpy(), mine.numpy(), weights.numpy(), matrices, (act.kind, act.alpha, act.limit, act.up_shift),
+                                      biases, weight_on, rounded=False)).float().to(DEVICE)
+    shape = experts.Shape(format, E, H, I, gated, act, weight_on, None if biases is None else tuple(torch.from_numpy(b).to(DEVICE) for b in biases))
+    records = torch.from_numpy(np.concatenate([store.record(e) for e in (2, 3, 0)])).to(DEVICE)
+    got = few.few(shape, x.to(DEVICE), *(t.to(DEVICE) for t in (ids, slots, weights)), records)
+    close(got, want, 2e-5 if DEVICE == "cpu" else 1e-3)
+    assert not got[2].any()
+
+
+@pytest.mark.parametrize("choice", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+def test_posting_tells_the_cpu_what_is_asked_of_it(choice, cached):
+    T, H, E, k = 3, 80, 8, 2
+    part = spec.Router(E, k, "softmax", True)
+    x, logits = rand(T, H), rand(T, E)
+    ids, weights = plain.select(part, logits, None)
+    to = torch.zeros(T, H), torch.zeros(T, k, dtype=torch.int32), torch.zeros(T, k)
+    to = tuple(t.pin_memory() if DEVICE == "cuda" else t for t in to)
+    table = torch.tensor([-1, 0, -1, 1, -1, 2, -1, 3], dtype=torch.int32, device=DEVICE)
+    new = [torch.full((T, k), 9, dtype=torch.int32, device=DEVICE) for _ in range(3)]
+    slots = mailbox.Slots(table, *new, torch.zeros(T, k, device=DEVICE)) if cached else None
+    live, arrived = torch.tensor([2], dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    mailbox.post(x, mailbox.Choice(part, logits, None) if choice else (ids, weights), live, to, arrived, 0, slots)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    asked = ids.clone()
+    asked[2:] = -1
+    here = torch.where(asked >= 0, table[asked.long()], -1)
+    assert torch.equal(to[0].to(DEVICE), x)
+    assert torch.equal(to[1].to(DEVICE), torch.where(here >= 0, -1, asked) if cached else asked)
+    close(to[2].to(DEVICE), weights, TIGHT)
+    if slots is not None:
+        assert torch.equal(slots.asked, asked) and torch.equal(slots.ids, asked) and torch.equal(slots.slots, here.int())
+        close(slots.weights, weights, TIGHT)
+
+
+def test_an_awaited_answer_is_summed_and_normed_by_the_kernel_that_takes_it():
+    T, H = 3, 96
+    answer, hits, x, shared, gate, w, b = rand(T, H), rand(T, H), rand(T, H), rand(T, H), rand(T, 1), rand(H), rand(H)
+    awaited = mailbox.Awaited(answer, 0, 0, 1, torch.device(DEVICE), torch.float32, hits)
+    close(awaited.take(), answer + hits, TIGHT)
+    close(awaited.plus(shared).take(), answer + hits + shared, TIGHT)
+    whole = answer + hits + gate.sigmoid() * shared
+    for bias in (None, b):
+        s, y = awaited.plus(shared, gate).add_norm(x, w, 1e-6, bias, 0.5)
+        want_s, want_y = plain.PlainNorm(w, bias, 1e-6).add(x, whole, 0.5)
+        close(s, want_s, TIGHT)
+        close(y, want_y, TIGHT)

@@ -77,12 +77,15 @@ def test_formats_per_layer_are_planned_per_layer():
     assert (by_layer[7], by_layer[8]) == ("int8_g32", "int4_g32")
 
 
-def test_a_pinned_cache_holds_experts_and_is_off_below_its_floor_and_when_not_asked_for():
+def test_a_pinned_cache_holds_experts_and_is_off_below_its_floor_and_takes_what_is_spare_when_nobody_sized_it():
     large = make(ctx="8k", max_batch="1", expert_cache="8G")
     assert large.cache_slots >= 24 and large.vram["expert cache"] == large.cache_slots * 48 * FORMATS["int4_g32"].expert_nbytes(2048, 768)
     small = make(vram="6G", ctx="8k", max_batch="1", expert_cache="256M")
     assert small.cache_slots == 0 and "below 3 x top-k" in small.cache_note
-    assert make(expert_cache="off").cache_slots == make().cache_slots == 0
+    assert make(expert_cache="off").cache_slots == 0
+    own = make(ctx="8k", max_batch="1")
+    assert own.cache_slots >= 24 and own.fits and own.vram_bytes <= own.vram_limit_bytes
+    assert make(vram="4G", ctx="8k", max_batch="1").cache_slots == 0 and "spare GPU memory is below" in make(vram="4G", ctx="8k", max_batch="1").cache_note
     assert large.decode_tok_s > make(ctx="8k", max_batch="1", expert_cache="off").decode_tok_s
 
 
