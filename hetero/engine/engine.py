@@ -157,6 +157,8 @@ class Engine:
             outputs += self._accept(work, step, logits)
         except EngineFailed as failure:
             return outputs + self._fail(failure)
+        except torch.OutOfMemoryError:
+            return outputs + self._drop(work)
         self.torn = False
         self._measure(work, time.monotonic() - began, copies)
         return outputs
@@ -284,6 +286,13 @@ class Engine:
             if live is not None and not live.prefilled:    # the others have the same prompt
                 outputs += [self._end(s, (), "error", error=outputs[-1].error) for s in live.sequences if s.index in live.open]
         return outputs
+
+    def _drop(self, work: list[Work]) -> list[Output]:
+        """The device had no room for a step: the request that asked most of it ends, the others' work is done again."""
+        worst = max(work, key=lambda w: w.count)
+        why = f"out of GPU memory in a step of {sum(w.count for w in work)} tokens; a smaller --chunk or --expert-cache leaves more room"
+        live = self.live[worst.sequence.request.id]
+        return [self._end(s, (), "error", error=why) for s in live.sequences if s.index in live.open]
 
     def _end(self, sequence: Sequence, tokens: tuple[int, ...], finish: str, logprob: TokenLogprob | None = None, error: str | None = None) -> Output:
         self.scheduler.remove(sequence)

@@ -106,20 +106,24 @@ def _take(answer, shared, gate, hits, x, weight, bias, total, out, flag, error, 
     o = tl.arange(0, BH)
     inside = o < H
     follow(EARLY)
-    v = tl.zeros((BH,), tl.float32)                          # what is here is read while the answer is awaited
-    if SHARED:
-        v = tl.load(shared + t * H + o, mask=inside, other=0.0).to(tl.float32)
+    if SHARED:                                               # what is here is read while the answer is awaited
+        beside = tl.load(shared + t * H + o, mask=inside, other=0.0).to(tl.float32)
         if GATED:
-            v *= 1.0 / (1.0 + tl.exp(-tl.load(gate + t).to(tl.float32)))
+            beside *= 1.0 / (1.0 + tl.exp(-tl.load(gate + t).to(tl.float32)))
     if HITS:
-        v += tl.load(hits + t * H + o, mask=inside, other=0.0)
+        mine = tl.load(hits + t * H + o, mask=inside, other=0.0)
     if NORM:
         r = tl.load(x + t * H + o, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(weight + o, mask=inside, other=0.0).to(tl.float32)
     if SPIN:
         await_flag(flag, polls, error)
         tl.debug_barrier()
-    v += tl.load(answer + t * H + o, mask=inside, other=0.0, volatile=True)
+    v = tl.load(answer + t * H + o, mask=inside, other=0.0, volatile=True)
+    if HITS:
+        v += mine
+    v = v.to(out.dtype.element_ty).to(tl.float32)            # rounded where the kernels of an eager step round: the two are equal
+    if SHARED:
+        v = (v + beside).to(out.dtype.element_ty).to(tl.float32)
     if NORM:
         v = (r + scale * v).to(total.dtype.element_ty).to(tl.float32)
         tl.store(total + t * H + o, v.to(total.dtype.element_ty), mask=inside)

@@ -38,12 +38,14 @@ class Streamed:
         self.layers, self.index = small.handoff.layers, small.index
 
     def begin(self, x: Tensor, logits: Tensor, route: Route) -> None:
+        self.product = None
         if self.small.handoff.recording or x.shape[0] < self.least:
             self.small.begin(x, logits, route)
         else:
             self.start(x, *route(logits))
 
     def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        self.product = None                                  # of a step that ended early
         if self.small.handoff.recording or x.shape[0] < self.least:
             self.small.start(x, ids, weights)
             return

@@ -192,6 +192,26 @@ def test_a_request_with_nan_logits_ends_alone_and_its_pages_are_zeroed_and_never
     assert fake.run(engine)[("again", 0)][0].cached_tokens == 0
 
 
+@pytest.mark.parametrize("marks", [None, 8])
+def test_a_request_that_the_device_has_no_room_for_ends_alone(marks):
+    engine, small = fake.engine(marks=marks), Request("small", prompt(9), WARM)
+    want = solo(small, marks=marks)[("small", 0)]
+    real = engine.runner.decoder.__class__.__call__
+
+    def tight(self, step, cache):
+        if len(step.tokens) > 12:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, step, cache)
+    engine.runner.decoder = type("Tight", (fake.FakeDecoder,), {"__call__": tight})()
+    engine.add(small)
+    first = engine.step()
+    engine.add(Request("large", prompt(40, salt=9), dataclasses.replace(WARM, n=2)))
+    got = fake.run(engine)
+    assert [o.finish for o in got[("large", 0)]] == ["error"] and "out of GPU memory" in got[("large", 0)][-1].error
+    assert fake.tokens(first + got[("small", 0)]) == want
+    assert engine.idle and engine.pages.held == 0 and engine.stats().failed == 2
+
+
 def test_logprobs_are_one_per_token_and_finite_and_the_best_come_first():
     engine = fake.engine()
     engine.add(Request("a", prompt(20), dataclasses.replace(WARM, logprobs=3, prompt_logprobs=2)))
