@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from hetero.arch import families
-from hetero.llm import fetch
+from hetero.arch.spec import Model
+from hetero.llm import bridge_to, fetch, open_weights
 from hetero.memory import machine as machines
 from hetero.memory import plan as plans
 from hetero.memory.cost import Machine
 from hetero.options import Options
 from hetero.weights import dialects
-from hetero.weights.checkpoint import Checkpoint
-from hetero.weights.source import open_source, read_config
+from hetero.weights.source import Source, open_source, read_config
 
 BY_METHOD = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "modelopt": "nvfp4"}
 
@@ -34,20 +34,27 @@ def arriving(config: Mapping[str, Any]) -> str:
     return BY_METHOD.get(method, "bf16")
 
 
+def read(config: Mapping[str, Any], options: Options) -> tuple[Model, Options]:
+    """The model that a bare config describes, by a native row, else counted on transformers' skeleton; and the options as it means them."""
+    found, options = bridge_to(Source("config.json", Path(), dict(config), ()), options)
+    return found.model if found else families.read(dict(config)).first(options.layers), options
+
+
 def forecast(name: str | None, options: Options, config_only: bool = False) -> tuple[plans.Plan, Machine]:
     """The plan and the machine it is for. config_only: `name` is a config.json or a folder with one, and its weights are not looked at."""
     machine = plans.imagined(machines.this_machine(options.cache_dir, options.device), options)
     if config_only and name is not None:
         config = read_config(Path(name).expanduser())
         comes: str | list[str] = arriving(config)
-        model = families.read(config).first(options.layers)
+        model, options = read(config, options)
         return plans.plan(model, machine, options, comes), machine
     source = open_source(name, partial(fetch, offline=options.offline, progress=lambda *_: None))
-    model = source.spec().first(options.layers)
+    skeleton, options = bridge_to(source, options)
+    model = skeleton.model if skeleton else source.spec().first(options.layers)
     if options.load_format == "dummy":
         comes = arriving(source.config)
     else:
-        checkpoint = Checkpoint(source, model)
+        checkpoint = open_weights(source, model, skeleton)
         comes = [checkpoint.expert_format(l) for l in model.moe_layers] or "bf16"
         checkpoint.close()
     return plans.plan(model, machine, options, comes), machine

@@ -7,23 +7,22 @@ from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cpu_kernels import cpu
 from cpu_kernels.team import Team
 from hetero import options as settings
-from hetero.arch import tensors
+from hetero.arch import families, tensors
 from hetero.arch.spec import Model
-from hetero.engine.devices import KV_NAMES, PAGE, place
+from hetero.engine.devices import PAGE, place
 from hetero.engine.engine import Engine
 from hetero.engine.scheduler import Limits
 from hetero.errors import BadOption, BadRequest, DoesNotFit, UnusableHardware
 from hetero.memory import bank as banks
 from hetero.memory import machine as machines
 from hetero.memory import plan as plans
-from hetero.memory.cache import Cache
 from hetero.memory.packed import Progress
 from hetero.model.experts import expert_layer
 from hetero.model.step import single
@@ -37,6 +36,9 @@ from hetero.weights.checkpoint import Checkpoint
 from hetero.weights.dummy import Dummy
 from hetero.weights.source import EMBEDDED, Source, open_source
 from hetero.wire.records import Info
+
+if TYPE_CHECKING:
+    from hetero.bridge.skeleton import Skeleton
 
 Messages = Sequence[dict[str, Any]]
 Prompt = str | Sequence[int] | Messages
@@ -60,10 +62,11 @@ class LLM:
                             "--load-format dummy, or leave routing out")
         self.source: Source = open_source(path_or_name, partial(fetch, offline=self.options.offline, progress=progress, weights=real), real)
         self.name = self.source.name
-        self.model = read_model(self.source, self.options)
+        self.skeleton, self.options = bridge_to(self.source, self.options)
+        self.model = self.skeleton.model if self.skeleton else self.source.spec().first(self.options.layers)
         self.tokenizer, self.template = read_text(self.source, real)
         self.sampling, self.sampling_sources = sampling_defaults(self.source.json("generation_config.json") or {})
-        self.weights = Checkpoint(self.source, self.model) if real else Dummy(self.model)
+        self.weights = open_weights(self.source, self.model, self.skeleton) if real else Dummy(self.model)
         if self.options.device != "cpu" and (trouble := machines.gpu_trouble()):
             raise UnusableHardware(trouble[0], f"{trouble[1]}; or --device cpu")
         self.machine = machines.this_machine(self.options.cache_dir, self.options.device)
@@ -85,8 +88,12 @@ class LLM:
         self.isa = cpu.isa()
         self.bank = banks.load(self.weights, options.expert_format, options.cache_dir if options.packed_cache else None, self.team.threads, progress)
         self.layers = {l: expert_layer(banks.moe(model, l), self.bank.stores[l], self.bank.biases[l]) for l in model.moe_layers}
-        self.placed = place(plan, model, options, Weights(tensors.of(model), self.weights.dense), self.layers, self.team, self.bank.arena,
-                            self.machine)
+        if self.skeleton:
+            from hetero.bridge import place as bridge
+            self.placed = bridge.place(plan, self.skeleton, options, self.weights, self.layers, self.team)
+        else:
+            self.placed = place(plan, model, options, Weights(tensors.of(model), self.weights.dense), self.layers, self.team, self.bank.arena,
+                                self.machine)
         limits = Limits(plan.max_batch, plan.chunk, options.max_stall_ms / 1e3)
         self.vocab = min(self.tokenizer.size, model.vocab)
         self.engine = Engine(self.placed.run, self.placed.cache, self.vocab, plan.ctx, self.tokenizer.ends(), limits, seed=options.seed)
@@ -159,7 +166,7 @@ class LLM:
         if not 0 < len(token_ids) <= self.plan.ctx or not all(0 <= t < self.model.vocab for t in token_ids):
             raise BadRequest("token_ids must be 1 to " f"{self.plan.ctx} ids below {self.model.vocab}", param="token_ids")
         pages = -(-len(token_ids) // PAGE)
-        cache = Cache(self.model, pages, PAGE, KV_NAMES[self.plan.kv_dtype], self.plan.device)
+        cache = self.placed.fresh(pages)
         run = self.placed.replay(cache, pages) if path == "decode" else self.placed.run
         width = 1 if path == "decode" else self.plan.chunk
         rows = []
@@ -227,9 +234,23 @@ def each(prompts: Any) -> list[Any]:
     return [prompts] if isinstance(prompts, str) or not prompts or isinstance(prompts[0], (int, dict)) else list(prompts)
 
 
-def read_model(source: Source, options: Options) -> Model:
-    """The spec of a source, cut to `--layers`."""
-    return source.spec().first(options.layers)
+def bridge_to(source: Source, options: Options) -> "tuple[Skeleton | None, Options]":
+    """transformers' model without weights, for what no native row reads, and the options as it means them. transformers takes seconds to import,
+    so only those pay who need it."""
+    if source.gguf or families.native(source.config):
+        return None, options
+    from hetero.bridge import place as bridge
+    from hetero.bridge.skeleton import build
+    options = bridge.adjusted(options)
+    return build(source.config, bridge.DTYPES[options.dtype]), options
+
+
+def open_weights(source: Source, model: Model, skeleton: "Skeleton | None") -> Checkpoint:
+    """The files' tensors, found and checked."""
+    if skeleton is None:
+        return Checkpoint(source, model)
+    from hetero.bridge.files import Files
+    return Files(source, skeleton)
 
 
 def read_text(source: Source, real: bool) -> tuple[tokenizer.Tokenizer, template.Template | None]:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from hetero.arch.bridged import BRIDGED
 from hetero.arch.fields import Fields
 from hetero.arch.names import HF, LAYER, MIXTRAL, glu, under
 from hetero.arch.names import delta_net as delta_net_names
@@ -247,12 +246,12 @@ BY_TYPE = {row.__name__: name for name, row in FAMILIES.items()} | {"phimoe": "P
 OUTER = ("image_", "video_", "vision_", "audio_", "media_", "mm_", "projector_", "projection_", "ignore_index", "use_unified_vision_chunk")
 
 
-def way(config: dict[str, Any]) -> str:
-    """How this model runs: "native" (a row reads its config) or "bridge" (transformers' code, our experts). Raises UnsupportedModel else."""
-    if architecture(config) in BRIDGED:
-        return "bridge"
-    read(config)
-    return "native"
+def native(config: dict[str, Any]) -> bool:
+    """Whether a row here reads this config; what it does not read may be one for the bridge (transformers' code, our experts)."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names:
+        return config.get("model_type") in BY_TYPE
+    return isinstance(names[0], str) and (names[0] in FAMILIES or names[0] in TEXT_PARTS)
 
 
 def read(config: dict[str, Any]) -> Model:
@@ -274,9 +273,6 @@ def read(config: dict[str, Any]) -> Model:
         found = row(f)
         f.done()
         return replace(found, names=under(under(found.names, "model.", inside), "lm_head", head))
-    if name in BRIDGED:
-        raise UnsupportedModel(f"config key architectures = {name!r} has no native row",
-                               "it is one for the bridge (transformers' code, our experts), which this version does not have")
     if name not in FAMILIES:
         stems = {known.split("For")[0]: known for known in (*FAMILIES, *TEXT_PARTS)}
         near = [stems[stem] for stem in get_close_matches(name.split("For")[0], stems, 1, 0.6)]

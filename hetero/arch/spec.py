@@ -83,8 +83,17 @@ class GatedDeltaNet:
 
 
 @dataclass(frozen=True)
+class Foreign:
+    """All of a layer but its routed experts, in code that is not ours: counted and placed, never computed here."""
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]     # (kind.name, shape)
+    kv_numbers: int = 0                  # that its cache holds per token
+    state_numbers: int = 0               # that its cache holds per sequence, however long
+
+
+@dataclass(frozen=True)
 class Router:
-    """Scores to ids and weights. score: softmax | sigmoid | topk_softmax | sparsemixer."""
+    """Scores to ids and weights. score: softmax | sigmoid | topk_softmax | sparsemixer | foreign (not ours to compute)."""
 
     experts: int
     top_k: int
@@ -126,11 +135,12 @@ class MoE:
     gated: bool = True
     bias: bool = False                   # on each expert's gate, up and down
     weight_on: str = "output"            # output | input: where the router's weight multiplies
+    hidden: int = 0                      # numbers per token that go in and come out; 0: the model's
 
 
 @dataclass(frozen=True)
 class Layer:
-    attention: GQA | MLA | GatedDeltaNet
+    attention: GQA | MLA | GatedDeltaNet | Foreign
     ffn: Dense | MoE
     norm_after: bool = False             # x + norm(f(x)) rather than x + f(norm(x))
     residual_scale: float = 1.0
@@ -173,10 +183,16 @@ class Model:
     norm_shift: float = 0.0              # added to the weights of norms at load (Qwen3-Next stores them less one)
     head_bias: bool = False
     unit_head: bool = False              # the head's columns are divided by their length over the vocabulary, at load
+    others: tuple[tuple[str, tuple[int, ...]], ...] = ()     # of a foreign model: (kind.name, shape) in no layer, beside embed and head
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.ffn, MoE))
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the layers are code that is not ours."""
+        return any(isinstance(layer.attention, Foreign) for layer in self.layers)
 
     def first(self, layers: int | None) -> "Model":
         """The same model cut to its first `layers` layers, for measuring; None leaves it whole."""

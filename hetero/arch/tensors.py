@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import prod
 
-from hetero.arch.spec import GQA, MLA, Dense, GatedDeltaNet, Layer, Model, MoE, Tensor
+from hetero.arch.spec import GQA, MLA, Dense, Foreign, GatedDeltaNet, Layer, Model, MoE, Tensor
 
 EXPERT_PARTS = ("gate", "up", "down")
 SHIFTED = frozenset({"norm", "attn_norm", "ffn_norm", "attn.q_norm", "attn.k_norm"})       # the weights that Model.norm_shift is added to
@@ -28,7 +28,7 @@ def of(model: Model) -> Iterator[Tensor]:
 
 def expert_shapes(model: Model, moe: MoE) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Keys and shapes of one routed expert: gate and up [I, H], down [H, I]; biases [I], [I], [H]."""
-    H, I = model.hidden, moe.width
+    H, I = moe.hidden or model.hidden, moe.width
     for part in EXPERT_PARTS if moe.gated else EXPERT_PARTS[1:]:
         yield f"expert.{part}", (H, I) if part == "down" else (I, H)
         if moe.bias:
@@ -63,7 +63,10 @@ def dense(model: Model) -> Iterator[tuple[int | None, str, tuple[int, ...]]]:
 def _globals(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
     H, V = model.hidden, model.vocab
     yield "embed", (V, H)
-    yield from _norm("norm", model)
+    if model.foreign:
+        yield from model.others
+    else:
+        yield from _norm("norm", model)
     if not model.tied:
         yield "head", (V, H)
     if model.head_bias:
@@ -85,6 +88,9 @@ def _glu(key: str, hidden: int, width: int, bias: bool = False) -> Iterator[tupl
 
 def _layer(model: Model, layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
     H, ffn = model.hidden, layer.ffn
+    if isinstance(layer.attention, Foreign):
+        yield from layer.attention.tensors
+        return
     yield from _norm("attn_norm", model)
     yield from _attention(layer.attention, H)
     yield from _norm("ffn_norm", model)
@@ -103,7 +109,7 @@ def _layer(model: Model, layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "shared_gate", (1, H)
 
 
-def _attention(a: GQA | MLA | GatedDeltaNet, H: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _attention(a: GQA | MLA | GatedDeltaNet | Foreign, H: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     if isinstance(a, GQA):
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         for part, rows in (("q", q * (1 + a.gate)), ("k", kv), ("v", kv)):
@@ -119,6 +125,7 @@ def _attention(a: GQA | MLA | GatedDeltaNet, H: int) -> Iterator[tuple[str, tupl
         if a.out_bias:
             yield "attn.o.bias", (H,)
         return
+    assert not isinstance(a, Foreign)
     if isinstance(a, GatedDeltaNet):
         yield from _delta(a, H)
         return

@@ -1,6 +1,6 @@
 """A plan made real on its device: arithmetic, executors, decoder, cache, and what replays decode steps; knows no file and no request."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from cpu_kernels.team import Team
 from hetero.arch.spec import Model, MoE
 from hetero.errors import BadOption, UnusableHardware
 from hetero.gpu.host import Host
-from hetero.gpu.ops import Check, Step
+from hetero.gpu.ops import Check, Row, Step
 from hetero.gpu.plain import Plain
 from hetero.memory.arena import Arena
 from hetero.memory.cache import Cache, page_nbytes
@@ -19,7 +19,6 @@ from hetero.memory.cost import Machine
 from hetero.memory.plan import Plan
 from hetero.memory.residents import Residents
 from hetero.model.check import check_experts, check_parts
-from hetero.model.decoder import Decoder
 from hetero.model.drawn import draw_routing
 from hetero.model.experts import OnCpu
 from hetero.model.load import load_decoder
@@ -39,17 +38,25 @@ class Run(Protocol):
     def diagnose(self, step: Step, cache: Cache) -> int | None: ...
 
 
+class Reporting(Protocol):
+    """A decoder that tells what it runs."""
+
+    def report(self) -> Iterator[tuple[int | None, Row]]: ...
+
+
 @dataclass(frozen=True)
 class Placed:
     """`decoder` computes any step; `run` is the same with decode steps replayed over `cache`, and what an engine drives. `facts`: lines for the
-    report. `replay(cache, pages)`: the same for one sequence of at most that many pages over another cache. `residents`: the expert cache, if on."""
+    report. `replay(cache, pages)`: the same for one sequence of at most that many pages over another cache; `fresh(pages)`: such a cache.
+    `residents`: the expert cache, if on."""
 
-    decoder: Decoder
+    decoder: Reporting
     run: Run
     cache: Cache
     facts: Mapping[str, str]
     checks: tuple[Check, ...]
     replay: Callable[[Cache, int], Run]
+    fresh: Callable[[int], Cache]
     residents: Residents | None = None
 
 
@@ -85,7 +92,13 @@ def place_on_cpu(plan: Plan, model: Model, options: Options, weights: Weights, l
         draw_routing(decoder, options.routing, max(plan.chunk, plan.max_batch))
     run = Replay(decoder, ops, plan.max_batch, pages_of(plan))
     how = "each step one job of the team" if ops.recordable else "layer by layer: a part has no job, or routing is drawn"
-    return Placed(decoder, run, cache, {"decode": how} | ({"FALLBACK": wrong} if wrong else {}), checks, lambda other, pages: run)
+    return Placed(decoder, run, cache, {"decode": how} | ({"FALLBACK": wrong} if wrong else {}), checks, lambda other, pages: run,
+                  fresh(plan, model))
+
+
+def fresh(plan: Plan, model: Model) -> Callable[[int], Cache]:
+    """Makes caches for one sequence each."""
+    return lambda pages: Cache(model, pages, PAGE, KV_NAMES[plan.kv_dtype], plan.device)
 
 
 def failed(checks: Sequence[Check], allowed: bool) -> str:

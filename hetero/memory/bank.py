@@ -101,7 +101,7 @@ class Bank:
         for l in model.moe_layers:
             part = moe(model, l)
             self.starts[l] = at
-            size = part.router.experts * FORMATS[chosen[l]].expert_nbytes(model.hidden, part.width, part.gated)
+            size = part.router.experts * FORMATS[chosen[l]].expert_nbytes(part.hidden or model.hidden, part.width, part.gated)
             at += -(-size // packed.PAGE) * packed.PAGE
         self.arena = Arena(at)
         self.stores = {l: self._store(l) for l in model.moe_layers}
@@ -110,8 +110,9 @@ class Bank:
 
     def _store(self, l: int) -> ExpertStore:
         part, start = moe(self.model, l), self.starts[l]
-        size = part.router.experts * FORMATS[self.formats[l]].expert_nbytes(self.model.hidden, part.width, part.gated)
-        return ExpertStore(self.formats[l], part.router.experts, self.model.hidden, part.width, part.gated, self.arena.view(start, size))
+        hidden = part.hidden or self.model.hidden
+        size = part.router.experts * FORMATS[self.formats[l]].expert_nbytes(hidden, part.width, part.gated)
+        return ExpertStore(self.formats[l], part.router.experts, hidden, part.width, part.gated, self.arena.view(start, size))
 
 
 def load(weights: Weights, asked: str = "auto", cache_dir: Path | None = None, threads: int = 1, progress: Progress = lambda *_: None) -> Bank:
@@ -182,7 +183,7 @@ def packing_threads(bank: Bank, weights: Weights, threads: int) -> int:
     l = weights.model.moe_layers[0] if weights.model.moe_layers else None
     if l is None:
         return 1
-    matrix = weights.model.hidden * moe(weights.model, l).width
+    matrix = (moe(weights.model, l).hidden or weights.model.hidden) * moe(weights.model, l).width
     return max(1, min(threads, SCRATCH_BYTES // (12 * matrix)))
 
 

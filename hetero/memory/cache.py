@@ -27,7 +27,7 @@ def page_nbytes(model: spec.Model, page_size: int, kv_dtype: str) -> int:
     """Bytes of one page over all layers."""
     total = 0
     for layer in model.layers:
-        if isinstance(layer.attention, spec.GatedDeltaNet):
+        if isinstance(layer.attention, (spec.GatedDeltaNet, spec.Foreign)):
             continue
         parts, shape, scales = shapes(layer.attention, page_size)
         total += parts * (torch.Size(shape).numel() * DTYPES[kv_dtype].itemsize + (torch.Size(scales).numel() * 4 if kv_dtype == "fp8" else 0))
@@ -36,10 +36,10 @@ def page_nbytes(model: spec.Model, page_size: int, kv_dtype: str) -> int:
 
 def window(model: spec.Model) -> int | None:
     """Tokens that any layer sees, or None when some layer sees everything: then no page is given back before its sequence ends."""
-    parts = [layer.attention for layer in model.layers if not isinstance(layer.attention, spec.GatedDeltaNet)]
+    parts = [layer.attention for layer in model.layers if not isinstance(layer.attention, (spec.GatedDeltaNet, spec.Foreign))]
     widths = [part.window if isinstance(part, spec.GQA) else None for part in parts]
     seen = [w for w in widths if w is not None]
-    return max(seen) if len(seen) == len(widths) else None
+    return max(seen) if seen and len(seen) == len(widths) else None
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Cache:
         self.page_nbytes = page_nbytes(model, page_size, kv_dtype)
         groups: dict[tuple, list[int]] = {}
         for l, layer in enumerate(model.layers):
-            if not isinstance(layer.attention, spec.GatedDeltaNet):
+            if not isinstance(layer.attention, (spec.GatedDeltaNet, spec.Foreign)):
                 groups.setdefault(shapes(layer.attention, page_size), []).append(l)
         self.stacks = tuple(self._stack(tuple(layers), *key) for key, layers in groups.items())
         self.layers: dict[int, KV | LatentKV] = {l: _record(stack, i) for stack in self.stacks for i, l in enumerate(stack.layers)}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetero.arch.spec import GQA, MLA, GatedDeltaNet, Model, MoE
+from hetero.arch.spec import GQA, MLA, Foreign, GatedDeltaNet, Model, MoE
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def decode_terms(model: Model, machine: Machine, pieces: Sequence[Sized], on_gpu
 def prefill_terms(model: Model, machine: Machine, pieces: Sequence[Sized], on_gpu: bool, slots: int, chunk: int) -> tuple[str, tuple[Term, ...]]:
     """(where the experts of a chunk are computed, terms of one chunk at the start of a prompt)."""
     routed = _routed(model, pieces)
-    expert_flops = sum(2.0 * chunk * moe.router.top_k * (2 + moe.gated) * moe.width * model.hidden for _, moe in routed)
+    expert_flops = sum(2.0 * chunk * moe.router.top_k * (2 + moe.gated) * moe.width * (moe.hidden or model.hidden) for _, moe in routed)
     dense_flops = 2.0 * chunk * sum(p.parameters for p in pieces if p.kind not in ("experts", "embed", "head"))
     attend = sum(2.0 * chunk * chunk * _attend_width(layer.attention) for layer in model.layers) / 2
     used = sum(each * min(moe.router.experts, chunk * moe.router.top_k) for each, moe in routed)
@@ -125,7 +125,9 @@ def prefill_terms(model: Model, machine: Machine, pieces: Sequence[Sized], on_gp
     return "cpu", (on_cpu, rest)
 
 
-def _attend_width(part: GQA | MLA | GatedDeltaNet) -> int:
+def _attend_width(part: GQA | MLA | GatedDeltaNet | Foreign) -> int:
     if isinstance(part, GatedDeltaNet):                  # its work does not grow with the prompt's square
         return 0
+    if isinstance(part, Foreign):                        # what the cache holds per token is what a query is multiplied with
+        return part.kv_numbers
     return 2 * part.heads * part.head_dim if isinstance(part, GQA) else part.heads * (part.nope_dim + part.rope.dim + part.v_dim)

@@ -12,7 +12,7 @@ from typing import Any
 
 from cpu_kernels.formats import FORMATS
 from hetero.arch import tensors
-from hetero.arch.spec import GQA, MLA, Dense, GatedDeltaNet, Model, MoE
+from hetero.arch.spec import GQA, MLA, Dense, Foreign, GatedDeltaNet, Model, MoE
 from hetero.errors import BadOption, UnusableHardware
 from hetero.memory.cost import Machine, Term, decode_terms, prefill_terms
 from hetero.options import Options, written
@@ -30,7 +30,7 @@ class Piece:
     """Weights of one kind in one layer (None: not in a layer) on one device."""
 
     layer: int | None
-    kind: str                                   # attention | mlp | shared | router | experts | norms | embed | head
+    kind: str                                   # attention | mlp | shared | router | experts | norms | embed | head | other
     device: str                                 # cpu | cuda:0
     format: str
     nbytes: int
@@ -176,7 +176,7 @@ def dense_nbytes(key: str, shape: tuple[int, ...], device: str, form: str) -> tu
 
 
 KINDS = {"attn": "attention", "delta": "attention", "router": "router", "mlp": "mlp", "shared": "shared", "shared_gate": "shared",
-         "embed": "embed", "head": "head"}
+         "embed": "embed", "head": "head", "other": "other"}
 
 
 def _pieces(model: Model, device: str, dense: str, experts: Sequence[str]) -> list[Piece]:
@@ -190,6 +190,8 @@ def _pieces(model: Model, device: str, dense: str, experts: Sequence[str]) -> li
 
     for l, key, shape in tensors.dense(model):
         form, nbytes = dense_nbytes(key, shape, device, dense)
+        if model.foreign and device == "cpu" and key == "embed":         # as transformers keeps it
+            form, nbytes = "f32", 4 * prod(shape)
         add(l, KINDS.get(key.split(".")[0], "norms"), device, form, nbytes, prod(shape))
     routed = iter(experts)
     for l in model.moe_layers:
@@ -204,14 +206,17 @@ def _pieces(model: Model, device: str, dense: str, experts: Sequence[str]) -> li
 
 def expert_nbytes(model: Model, moe: MoE, form: str) -> int:
     """Bytes of one routed expert: its packed record, and biases in f32."""
-    return FORMATS[form].expert_nbytes(model.hidden, moe.width, moe.gated) + 4 * moe.bias * ((1 + moe.gated) * moe.width + model.hidden)
+    hidden = moe.hidden or model.hidden
+    return FORMATS[form].expert_nbytes(hidden, moe.width, moe.gated) + 4 * moe.bias * ((1 + moe.gated) * moe.width + hidden)
 
 
-def kv_layer_nbytes(part: GQA | MLA | GatedDeltaNet, dtype: str) -> int:
+def kv_layer_nbytes(part: GQA | MLA | GatedDeltaNet | Foreign, dtype: str) -> int:
     """Bytes of one token in one layer; fp8 carries a float32 scale per token and head."""
     if isinstance(part, GatedDeltaNet):
         return 0
     b, scale = KV_BYTES[dtype], 4 * (dtype == "fp8")
+    if isinstance(part, Foreign):
+        return part.kv_numbers * b
     return part.kv_rank * b + part.rope.dim * b + scale if isinstance(part, MLA) else 2 * part.kv_heads * (part.head_dim * b + scale)
 
 
@@ -223,7 +228,8 @@ def kv_token_nbytes(model: Model, dtype: str) -> int:
 def state_nbytes(model: Model) -> int:
     """Bytes that one sequence keeps in layers with a state, in float32."""
     parts = [a for layer in model.layers if isinstance(a := layer.attention, GatedDeltaNet)]
-    return sum(4 * (a.value_heads * a.key_dim * a.value_dim + a.channels * (a.kernel - 1)) for a in parts)
+    foreign = sum(4 * a.state_numbers for layer in model.layers if isinstance(a := layer.attention, Foreign))
+    return foreign + sum(4 * (a.value_heads * a.key_dim * a.value_dim + a.channels * (a.kernel - 1)) for a in parts)
 
 
 def scratch_nbytes(model: Model, chunk: int, batch: int, width: int = 2) -> int:
@@ -231,7 +237,9 @@ def scratch_nbytes(model: Model, chunk: int, batch: int, width: int = 2) -> int:
     wide = 0
     for layer in model.layers:
         a, f = layer.attention, layer.ffn
-        if isinstance(a, GatedDeltaNet):
+        if isinstance(a, Foreign):
+            qkv = sum(shape[0] for _, shape in a.tensors if len(shape) == 2)
+        elif isinstance(a, GatedDeltaNet):
             qkv = 3 * a.channels + 2 * a.values
         else:
             qkv = (a.heads + 2 * a.kv_heads) * a.head_dim if isinstance(a, GQA) else a.heads * (2 * (a.nope_dim + a.rope.dim) + a.v_dim)
@@ -287,7 +295,7 @@ def _moes(model: Model) -> list[MoE]:
 
 def _load_extra(model: Model, cores: int) -> int:
     """What loading holds beyond the final state: one matrix of one expert per packing thread (as it came, and in float32), and one dense tensor."""
-    matrix = max((f.width * model.hidden for f in _moes(model)), default=0)
+    matrix = max((f.width * (f.hidden or model.hidden) for f in _moes(model)), default=0)
     return cores * matrix * (2 + 4) + min(model.vocab * model.hidden * 2, 256 * MiB)
 
 
@@ -306,8 +314,8 @@ def _kv(model: Model, options: Options, dtype: str, free: int, page: int = 16) -
     """
     affordable = max(0, free // 2) // max(1, kv_token_nbytes(model, dtype))
     ctx = options.ctx or model.context or 4096
-    windows = [a.window if isinstance(a, GQA) else None for layer in model.layers if not isinstance(a := layer.attention, GatedDeltaNet)]
-    kept = ctx if None in windows or not windows else min(ctx, max(w for w in windows if w is not None) + 2 * page)
+    windows = [a.window if isinstance(a, GQA) else None for layer in model.layers if not isinstance(a := layer.attention, (GatedDeltaNet, Foreign))]
+    kept = ctx if None in windows or not windows or model.foreign else min(ctx, max(w for w in windows if w is not None) + 2 * page)
     while options.ctx is None and kept > max(2048, affordable):
         ctx = kept = max(2048, ctx // 2)
     tokens = max(kept, min(options.max_batch * kept, affordable))

@@ -32,12 +32,13 @@ def load_block(ops: Ops, model: spec.Model, l: int, weights: Weights, experts: C
     return Block(ops, layer, (norm(ops, model, w, "attn_norm"), norm(ops, model, w, "ffn_norm")), attention, ffn)
 
 
-def load_attention(ops: Ops, part: spec.GQA | spec.MLA | spec.GatedDeltaNet, l: int, eps: float, weights: Weights,
+def load_attention(ops: Ops, part: spec.GQA | spec.MLA | spec.GatedDeltaNet | spec.Foreign, l: int, eps: float, weights: Weights,
                    format: str) -> Attention | LatentAttention | DeltaNet:
     if isinstance(part, spec.MLA):
         return LatentAttention(ops, part, l, eps, weights, format)
     if isinstance(part, spec.GatedDeltaNet):
         return DeltaNet(ops, part, l, eps, weights, format)
+    assert isinstance(part, spec.GQA)
     return Attention(ops, part, l, eps, weights, format)
 
 
