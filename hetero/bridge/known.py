@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
@@ -77,19 +78,28 @@ def read_config(config: dict[str, Any]) -> tuple[str, Any]:
     kinds = bridgeable()[name]
     kind = config.get("model_type") if config.get("model_type") in kinds else kinds[0]
     made = transformers.CONFIG_MAPPING[kind]
-    plain = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config", "auto_map")}
-    if isinstance(text := plain.get("text_config"), dict):
-        plain["text_config"] = {k: v for k, v in text.items() if k not in ("quantization_config", "auto_map")}
+    plain = plainly(config)
     quiet = logging.getLogger("transformers")
     level = quiet.level
     quiet.setLevel(logging.ERROR)                                     # its notes on keys are ours to give
     try:
         return name, made.from_dict(plain)
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as e:
         raise UnsupportedModel(f"config of {name}: transformers {transformers.__version__} does not take it: {' '.join(str(e).split())[:200]}",
                                "a newer transformers may") from e
     finally:
         quiet.setLevel(level)
+
+
+def plainly(value: Any) -> Any:
+    """A config without what says how its files are packed or names code, and with infinities, which transformers writes as {"__float__": ...}."""
+    if isinstance(value, list):
+        return [plainly(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"__float__"}:
+        return float(value["__float__"])
+    return {k: plainly(v) for k, v in value.items() if k not in ("quantization_config", "compression_config", "auto_map")}
 
 
 def unread(config: dict[str, Any], made: Any) -> list[str]:

@@ -14,6 +14,7 @@ import accelerate
 import numpy as np
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
@@ -90,7 +91,7 @@ def build(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Skeleto
             for context in (accelerate.init_empty_weights(include_buffers=False), Absent(), no_init_weights()):
                 stack.enter_context(context)
             module = kind._from_config(made, dtype=dtype, attn_implementation=None)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ImportError, RuntimeError) as e:
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, IndexError, ImportError, RuntimeError) as e:
         raise UnsupportedModel(f"{name}: transformers {transformers.__version__} cannot build it from this config: {' '.join(str(e).split())[:200]}",
                                "a newer transformers may") from e
     module.eval().requires_grad_(False)

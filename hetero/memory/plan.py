@@ -168,7 +168,7 @@ def _dense_format(options: Options, device: str, vram: int, arrives: str) -> str
 
 def dense_nbytes(key: str, shape: tuple[int, ...], device: str, form: str) -> tuple[str, int]:
     """(format, bytes) of one dense tensor: matrices in `form`, vectors and the router in f32, the embedding table in 16 bits."""
-    if len(shape) < 2 or key in ("router", "shared_gate"):
+    if len(shape) != 2 or key in ("router", "shared_gate"):
         return "f32", 4 * prod(shape)
     if key == "embed":
         return ("f32", 4 * prod(shape)) if form == "f32" else ("bf16", 2 * prod(shape))

@@ -45,7 +45,7 @@ OSS = {"architectures": ["GptOssForCausalLM"], "hidden_size": 64, "intermediate_
     (OSS, {"layer_types": ["full_attention"]}, ["layer_types", "3 words"]),
     ({"architectures": ["FooForCausalLM"]}, {}, ["architectures = 'FooForCausalLM'", "supported:"]),
     ({"architectures": ["Qwen3MoEForCausalLM"]}, {}, ["nearest: Qwen3MoeForCausalLM"]),
-    ({"architectures": ["DeepseekV4ForCausalLM"]}, {}, ["bridge"]),
+    ({"architectures": ["DeepseekV4ForCausalLM"]}, {}, ["architectures = 'DeepseekV4ForCausalLM'"]),
     ({"model_type": "foo"}, {}, ["no architectures", "model_type = 'foo'"]),
     ({"architectures": ["KimiK25ForConditionalGeneration"]}, {}, ["no text_config"]),
     ({"architectures": ["KimiK25ForConditionalGeneration"], "fusion": 3, "text_config": V3}, {}, ["fusion = 3"]),
