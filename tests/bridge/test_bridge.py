@@ -21,7 +21,7 @@ IDS = [(7 * i + 3) % 300 for i in range(24)]
 
 
 def folder_of(name, path):
-    config, model = tiny.build(name)
+    model = tiny.build(name)[1]
     tiny.save(model, path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / file, path)
