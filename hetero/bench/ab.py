@@ -12,6 +12,7 @@ from hetero.bench.speed import Cell, run
 from hetero.bench.timer import Ratio, gain, interval, ratio, spread
 from hetero.errors import BadOption
 from hetero.llm import LLM
+from hetero.model.decoder import Decoder
 from hetero.model.streamed import Streamed
 from hetero.options import TABLE, Options, read
 
@@ -73,7 +74,8 @@ def open_sides(asked: Question, open_model: Callable[[Options], LLM], options: O
     """(model, what to do before its turn) of both sides."""
     if asked.name == "stream":
         llm = stack.enter_context(open_model(options))
-        streamed = [e for block in llm.placed.decoder.blocks if isinstance(e := experts_of(block.ffn), Streamed)]
+        decoder = llm.placed.decoder
+        streamed = [e for block in decoder.blocks if isinstance(e := experts_of(block.ffn), Streamed)] if isinstance(decoder, Decoder) else []
         if not streamed:
             raise BadOption("ab stream: no experts of this model are ever streamed here", "streaming needs a GPU")
         least = [e.least for e in streamed]
