@@ -38,6 +38,9 @@ def adjusted(options: Options) -> Options:
     """The options as a bridged model means them. Raises BadOption for what is not for one."""
     for name, wrong, why in (("deterministic", options.deterministic, "transformers' own code promises no fixed order of sums"),
                              ("layers", options.layers is not None, "the skeleton is transformers', and is built whole"),
+                             ("routing", options.routing != "model", "transformers' own router picks"),
+                             ("overlap", not options.overlap, "routed experts are joined where transformers' block adds them"),
+                             ("expert_cache", bool(options.expert_cache), "routed experts are computed by the CPU"),
                              ("kv_ram", bool(options.kv_ram), "the cache is transformers' own, and has no host tier")):
         if wrong:
             raise BadOption(f"{name} is not for a model that runs through the bridge: {why}", f"leave {name} out")
