@@ -107,6 +107,7 @@ def test_anthropic_tools(stage, ant):
         ant.messages.create(model="demo", max_tokens=0, messages=HI)
 
 
+@pytest.mark.slow
 def test_langchain_chats_streams_and_calls(stage):
     chat = pytest.importorskip("langchain_openai").ChatOpenAI(base_url=f"{stage.url}/v1", api_key="none", model="demo", max_retries=0)
     assert chat.invoke("hi").content == "Hello there."
