@@ -1,6 +1,6 @@
 """The routes: which function answers what, and what a fault looks like on each API; computes nothing.
 
-Blocking work runs in two threads beside the event loop, so that /health answers whatever is being prepared.
+Blocking work runs in threads beside the event loop, so that /health answers whatever is being prepared.
 """
 
 import asyncio
@@ -28,24 +28,25 @@ from hetero.wire.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 
 log = logging.getLogger("hetero.serve")
 T = TypeVar("T")
+LONG_BYTES = 32 << 10
 ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in (400, 401, 403, 404, 409, 413, 429, 500, 503)}
 
 
 def make(seat: Seat, settings: Settings) -> FastAPI:
     """The application over a seat; somebody else loads a model into it."""
-    pool = ThreadPoolExecutor(2, "prepare")
+    pools = Pools()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        pool.shutdown(wait=False, cancel_futures=True)
+        pools.close()
 
     app = FastAPI(title="hetero", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERRORS)
     app.add_middleware(Door, settings=settings)
     if settings.origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"])
     add_faults(app)
-    desk = Desk(seat, settings, pool)
+    desk = Desk(seat, settings, pools)
     add_answers(app, desk)
     add_tools(app, desk)
     state.add_routes(app, desk)
@@ -62,28 +63,46 @@ def make(seat: Seat, settings: Settings) -> FastAPI:
     return app
 
 
+class Pools:
+    """Threads for blocking work: what is short, and what may take long (schemas to compile, long texts), which never holds up the short."""
+
+    def __init__(self) -> None:
+        self.short, self.long = ThreadPoolExecutor(2, "prepare"), ThreadPoolExecutor(2, "prepare-long")
+
+    def close(self) -> None:
+        for pool in (self.short, self.long):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def takes_long(request: Request, body: dict[str, Any]) -> bool:
+    """Whether preparing this may take long: it is large, or asks for a constraint."""
+    size = int(request.headers.get("content-length", "0"))
+    form = body.get("response_format") or (body.get("text") or {}).get("format") or {}
+    return size > LONG_BYTES or form.get("type", "text") != "text" or bool(body.get("tools"))
+
+
 class Desk:
     """What routes share: the model that answers, work off the loop, answering whole or as events."""
 
-    def __init__(self, seat: Seat, settings: Settings, pool: ThreadPoolExecutor) -> None:
-        self.seat, self.settings, self._pool = seat, settings, pool
+    def __init__(self, seat: Seat, settings: Settings, pools: Pools) -> None:
+        self.seat, self.settings, self._pools = seat, settings, pools
 
     def here(self) -> Loaded:
         return self.seat.here()
 
-    async def off(self, work: Callable[..., T], *args: Any) -> T:
+    async def off(self, work: Callable[..., T], *args: Any, long: bool = True) -> T:
         """Runs blocking work beside the loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args))
+        return await asyncio.get_running_loop().run_in_executor(self._pools.long if long else self._pools.short, partial(work, *args))
 
     async def answer(self, body: Wire, request: Request, view: View) -> Any:
         """An answer in one API's way: whole, or as events when the body says so."""
         if unknown := body.unknown():
             log.debug("fields that mean nothing here: %s", ", ".join(unknown))
-        here, asked = self.here(), body.model_dump(include={"model", "stream"})
+        here, asked = self.here(), body.model_dump(include={"model", "stream", "response_format", "text", "tools"})
         if view.named:
             here.check_name(asked["model"])
         here.relay.admit(1)
-        jobs = await self.off(view.prepare, body, here.texts)
+        jobs = await self.off(view.prepare, body, here.texts, long=takes_long(request, asked))
         here.relay.admit(len(jobs))
         if asked["stream"]:
             events = view.events(here.relay, jobs, here.name, body)

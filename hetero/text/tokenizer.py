@@ -16,6 +16,8 @@ from hetero.errors import BadCheckpoint
 
 CONVERTIBLE = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "spiece.model")
 
+LONG = 10_000                            # characters that are tokenized in a few milliseconds
+
 
 def byte_alphabet() -> dict[str, int]:
     """The 256 printable characters that stand for bytes in a byte-level vocabulary."""
@@ -147,7 +149,9 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; spellings of control tokens become control tokens; nothing is added."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        if len(text) < LONG:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids     # the same ids, and other threads go on meanwhile
 
     def encode_content(self, text: str) -> list[int]:
         """Ids of text from outside: spellings of control tokens stay ordinary text."""

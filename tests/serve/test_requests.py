@@ -2,6 +2,7 @@
 import concurrent.futures
 import json
 import socket
+import threading
 import time
 
 import pytest
@@ -177,3 +178,17 @@ def test_health_answers_while_others_misbehave(stage):
             assert stage.http.get("/health").status_code == 200
             asked += 1
     assert asked > 10 and all(j.result().status_code in (200, 400) for j in jobs), [j.result().text[:200] for j in jobs]
+
+
+def test_schemas_that_compile_slowly_do_not_hold_up_a_plain_request(make_stage, monkeypatch):
+    """More of them than there are threads, none of which ends before the plain request has its answer."""
+    stage, gate = make_stage(), threading.Event()
+    monkeypatch.setattr(stage.seat.loaded.texts.checker, "check", lambda *_: gate.wait(60))
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        jobs = [pool.submit(stage.chat, response_format={"type": "json_object"}, max_tokens=1) for _ in range(5)]
+        try:
+            assert stage.chat().json()["choices"][0]["message"]["content"] == "Hello there."
+            assert not any(j.done() for j in jobs)
+        finally:
+            gate.set()
+        assert all(j.result().status_code == 200 for j in jobs)

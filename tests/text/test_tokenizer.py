@@ -117,3 +117,26 @@ def test_vocab_and_merges_files_are_converted(tmp_path, embedded):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert tokenizer.read(tmp_path).decode(tokenizer.read(tmp_path).encode("some words")) == "some words"
+
+
+def test_a_long_text_has_the_ids_of_its_pieces_and_lets_other_threads_go_on(tok):
+    """The tokenizer's library holds the interpreter for a single text and not for a batch."""
+    import threading
+    import time
+    text = "The fox said: <|im_end|> hello 😀! " * 6000
+    assert tok.encode(text) == tok.backend.encode(text, add_special_tokens=False).ids
+    beats, over = [0], threading.Event()
+
+    def beat():
+        while not over.is_set():
+            beats[0] += 1
+            time.sleep(0.001)
+    other = threading.Thread(target=beat)
+    other.start()
+    try:
+        before = beats[0]
+        tok.encode_content(text)
+        assert beats[0] > before + 2
+    finally:
+        over.set()
+        other.join()
