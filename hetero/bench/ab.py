@@ -6,14 +6,13 @@ Both sides are loaded at once, on the same cores, and take turns within each pai
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from hetero.bench.result import Result, Row, busy_note, machine_facts
-from hetero.bench.speed import Cell, run
+from hetero.bench.speed import Cell, graphs_of, run
 from hetero.bench.timer import Ratio, gain, interval, ratio, spread
 from hetero.errors import BadOption
 from hetero.llm import LLM
-from hetero.model.decoder import Decoder
-from hetero.model.streamed import Streamed
 from hetero.options import TABLE, Options, read
 
 LEAST_PAIRS = 35
@@ -24,7 +23,7 @@ NAMES = {"cache": "expert_cache"}
 
 @dataclass(frozen=True)
 class Question:
-    """`name` of an option with the values of its two sides, or "stream", which is switched on a loaded model."""
+    """`name` of an option with the values of its two sides, or "stream" or "handoff", which are switched on a loaded model."""
 
     name: str
     values: tuple[str, str]
@@ -37,8 +36,13 @@ def question(name: str, values: Sequence[str]) -> Question:
         if values:
             raise BadOption("ab stream takes no values", "it compares streamed experts with experts on the CPU")
         return Question("stream", ("on", "off"))
+    if name == "handoff":
+        pair = (values[0], values[1]) if len(values) == 2 else ("flags", "memops")
+        if len(values) not in (0, 2) or not set(pair) <= {"flags", "memops", "callback"}:
+            raise BadOption(f"ab handoff {' '.join(values)}: two kinds are compared", "flags, memops, callback")
+        return Question("handoff", pair)
     if name not in TABLE:
-        raise BadOption(f"ab: {name!r} is nothing to compare", f"stream, {', '.join(SETTINGS)}, or any option with two values: ab threads 1 2")
+        raise BadOption(f"ab: {name!r} is nothing to compare", f"stream, handoff, {', '.join(SETTINGS)}, or any option with two values")
     if not values and name not in SETTINGS:
         raise BadOption(f"ab {name} needs two values", f"such as: hetero bench ab {name} A B")
     if values and len(values) != 2:
@@ -72,18 +76,11 @@ def bench(asked: Question, open_model: Callable[[Options], LLM], options: Option
 
 def open_sides(asked: Question, open_model: Callable[[Options], LLM], options: Options, stack: ExitStack) -> list[tuple[LLM, Callable[[], None]]]:
     """(model, what to do before its turn) of both sides."""
-    if asked.name == "stream":
+    if asked.name in ("stream", "handoff"):
         llm = stack.enter_context(open_model(options))
-        decoder = llm.placed.decoder
-        streamed = [e for block in decoder.blocks if isinstance(e := experts_of(block.ffn), Streamed)] if isinstance(decoder, Decoder) else []
-        if not streamed:
-            raise BadOption("ab stream: no experts of this model are ever streamed here", "streaming needs a GPU")
-        least = [e.least for e in streamed]
-
-        def switch(on: bool) -> None:
-            for e, n in zip(streamed, least, strict=True):
-                e.least = n if on else 1 << 40
-        return [(llm, lambda: switch(True)), (llm, lambda: switch(False))]
+        if llm.plan.device == "cpu":
+            raise BadOption(f"ab {asked.name}: there is none without a GPU", "it needs one that hetero can use: hetero doctor")
+        return switched_stream(llm) if asked.name == "stream" else switched_handoff(llm, asked.values)
     sides: list[LLM] = []
     for value in asked.values:
         mine = options.with_values("ab", **{asked.name: read(asked.name, value, f"ab {asked.name}")})
@@ -98,10 +95,41 @@ def nothing() -> None:
     pass
 
 
-def experts_of(ffn: object) -> object:
+def switched_stream(llm: LLM) -> list[tuple[LLM, Callable[[], None]]]:
+    """Experts of large steps streamed as planned, and never."""
+    from hetero.model.decoder import Decoder
     from hetero.model.ffn import Routed
+    from hetero.model.streamed import Streamed
 
-    return ffn.experts if isinstance(ffn, Routed) else None
+    decoder = llm.placed.decoder
+    blocks = decoder.blocks if isinstance(decoder, Decoder) else []
+    streamed = [f.experts for block in blocks if isinstance(f := block.ffn, Routed) and isinstance(f.experts, Streamed)]
+    if not streamed:
+        raise BadOption("ab stream: no experts of this model are ever streamed here", "a native model with routed experts")
+    least = [e.least for e in streamed]
+
+    def switch(on: bool) -> None:
+        for e, n in zip(streamed, least, strict=True):
+            e.least = n if on else 1 << 40
+    return [(llm, lambda: switch(True)), (llm, lambda: switch(False))]
+
+
+def switched_handoff(llm: LLM, kinds: tuple[str, str]) -> list[tuple[LLM, Callable[[], None]]]:
+    """Decode graphs captured once for each kind of handoff."""
+    from hetero.engine.graphs import Graphs
+
+    found = graphs_of(llm)
+    if found is None or found.handoff is None or not found.graphs:
+        raise BadOption("ab handoff: this model's decode steps are not captured", "one with routed experts, whose parts can be")
+    handoff, sides = found.handoff, list[tuple[LLM, Callable[[], None]]]()
+
+    def use(kind: str, graphs: Graphs) -> None:
+        handoff.kind, llm.engine.runner.decoder = kind, graphs
+    for kind in kinds:
+        handoff.kind = kind
+        graphs = Graphs(found.decoder, found.cache, handoff, llm.plan.max_batch, found.staged.width, found.slots)
+        sides.append((llm, partial(use, kind, graphs)))
+    return sides
 
 
 def told(asked: Question, labels: Sequence[str], cells: Sequence[Cell], llm: LLM, pairs: int, tokens: int) -> Result:

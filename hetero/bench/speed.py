@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,9 +22,11 @@ from hetero.errors import BadOption
 from hetero.gpu.ops import Step
 from hetero.llm import LLM
 from hetero.memory.cache import Cache
-from hetero.model.handoff import Handoff
 from hetero.model.replay import Replay
 from hetero.request import Request, Sampling
+
+if TYPE_CHECKING:                        # Triton comes only with a torch that has CUDA
+    from hetero.engine.graphs import Graphs
 
 PARTS = {"routed": "experts", "prefill": "experts", "linear": "matrices", "attention": "attention", "heads": "attention", "router": "router",
          "small": "norms and sums"}
@@ -140,9 +143,9 @@ def watched(llm: LLM) -> Iterator[Callable[[float], dict[str, float]]]:
                 part = "waking and embedding" if name == "small.embed" else PARTS.get(name.partition(".")[0], name)
                 found[part] = found.get(part, 0.0) + seconds
             ops.spent = {}
-        elif (handoff := handoff_of(llm)) is not None:
-            found["CPU experts"] = handoff.spent_s
-            handoff.spent_s = 0.0
+        elif (graphs := graphs_of(llm)) is not None and graphs.handoff is not None:
+            found["CPU experts"] = graphs.handoff.spent_s
+            graphs.handoff.spent_s = 0.0
         claimed, watch.inside_s = sum(found.values()), 0.0
         found["calls" if ops is not None else "GPU, handoff and copies"] = max(0.0, decoder - claimed)
         found["Python"] = max(0.0, wall - decoder)
@@ -155,13 +158,13 @@ def watched(llm: LLM) -> Iterator[Callable[[float], dict[str, float]]]:
             ops.spent = None
 
 
-def handoff_of(llm: LLM) -> Handoff | None:
-    """Of a GPU's graphs."""
+def graphs_of(llm: LLM) -> "Graphs | None":
+    """What replays decode steps on a GPU."""
     if llm.plan.device == "cpu":
         return None
     from hetero.engine.graphs import Graphs
 
-    return llm.placed.run.handoff if isinstance(llm.placed.run, Graphs) else None
+    return llm.placed.run if isinstance(llm.placed.run, Graphs) else None
 
 
 def bytes_of(llm: LLM, batch: int, length: float) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """The bench of a model, a setting and the kernels, on what runs in seconds: figures are there and add up; their size is nobody's business."""
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -75,7 +77,7 @@ def test_a_setting_is_compared_in_pairs_and_equal_sides_are_no_gain(llm, monkeyp
 
 
 @pytest.mark.parametrize(("name", "values", "said"), [("nothing", [], "nothing to compare"), ("threads", [], "two values"), ("threads", ["1", "2", "3"], "3 values"),
-                                                      ("kv_dtype", ["int3", "fp8"], "kv_dtype"), ("stream", ["on", "off"], "takes no values")])
+                                                      ("kv_dtype", ["int3", "fp8"], "kv_dtype"), ("stream", ["on", "off"], "takes no values"), ("handoff", ["flags", "smoke"], "two kinds")])
 def test_questions_that_cannot_be_asked(name, values, said):
     with pytest.raises(BadOption, match=said):
         ab.question(name, values)
@@ -94,8 +96,9 @@ def test_few_pairs_are_refused_and_streaming_needs_a_gpu(llm):
 
         def __exit__(self, *_):
             pass
-    with pytest.raises(BadOption, match="ever streamed"):
-        ab.bench(ab.question("stream", []), Same, resolve({}), 8, 1, 2, 35, lambda text: None)
+    for name in ("stream", "handoff"):
+        with pytest.raises(BadOption, match="without a GPU"):
+            ab.bench(ab.question(name, []), Same, resolve({}), 8, 1, 2, 35, lambda text: None)
 
 
 def test_kernels_are_measured_at_a_models_shape():
@@ -117,6 +120,13 @@ def test_the_peak_of_vector_products_is_a_number_on_every_body_here(int8):
     from cpu_kernels import cpu
     with Team(threads=1) as team:
         assert all(np.isfinite(ceilings.vector_ops_s(team, isa, int8, 2000)) for isa in cpu.isas())
+
+
+def test_the_bench_needs_neither_triton_nor_httpx_nor_matplotlib_until_it_is_asked_for_what_they_do():
+    code = ("import sys; sys.modules.update(dict.fromkeys(('triton', 'httpx', 'matplotlib'))); from hetero import cli; "
+            "import hetero.bench.speed, hetero.bench.ab, hetero.bench.kernels, hetero.bench.machine; sys.exit(cli.main(['bench', 'serve', 'http://x']))")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 2 and "needs httpx" in found.stderr and "hetero-moe[bench]" in found.stderr, found.stderr
 
 
 def test_the_door_shows_results_as_asked(monkeypatch, capsys):
