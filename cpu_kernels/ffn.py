@@ -8,6 +8,8 @@ from . import lanes, rows
 from .formats import FORMATS
 from .jit import address, kernel
 from .lanes import F32, I8, I32, I64, Builder, Value, const, load, op, splat, store, vec
+from .rows.coded import emit_take, starts_of, wraps
+from .rows.coded import zero_of as coded_zero_of
 from .rows.integer import SCALE_AT, START_AT, shifted, zero_of
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -150,6 +152,15 @@ def take(format: str, body: str, exact: bool) -> int:
     f = FORMATS[format]
     if rows.is_float(f, exact):
         return address(_take_floats, 4)
+    if f.coded:
+        wide = op(4, emit_take(f.coded, body))
+
+        @kernel(key=(coded_zero_of(f.coded, body), starts_of(f.coded), wraps(f.coded, body)), inner=True)
+        def take_wide(first: int, second: int, block: int, group: int) -> int:
+            wide(first, second, block, group)
+            return 0
+
+        return address(take_wide, 4)
     quantize = _emit_quantize(zero_of(f, body), shifted(f, body))
 
     @kernel(key=(zero_of(f, body), shifted(f, body)), inner=True)

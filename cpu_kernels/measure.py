@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import FORMATS, ExpertLayer, ExpertStore, Team, ceilings, cpu, plain, tiles
+from . import FORMATS, ExpertLayer, ExpertStore, Team, ceilings, cpu, plain, tiled, tiles
 
 Row = dict[str, Any]
 LEAST_ROUNDS, PIECE_NBYTES = 3, 64 << 20
@@ -120,7 +120,7 @@ def prefill(layer: ExpertLayer, team: Team, per_expert: int, precision: str, tas
 def peak_ops_s(layer: ExpertLayer, team: Team, precision: str) -> float:
     """Of the products that the layer uses for many tokens."""
     if layer.amx:
-        return ceilings.tile_ops_s(team, precision != "fast" or layer.store.format.name == "bf16", 50_000)
+        return ceilings.tile_ops_s(team, precision != "fast" or layer.store.format.name not in tiled.FAST, 50_000)
     return ceilings.vector_ops_s(team, layer.body, layer.store.format.partner == "int8", 100_000)
 
 
@@ -162,7 +162,7 @@ def measure(task: Task, team: Team, tell: Callable[[Row], None] = lambda row: No
             layer = ExpertLayer(store, isa=isa)
             told = {"format": format, "isa": isa, "threads": team.threads, "switch": layer.tune(team)}
             for tokens in task.tokens:
-                for precision in ("accurate", "fast") if tokens > SMALL and layer.amx and format != "bf16" else ("accurate",):
+                for precision in ("accurate", "fast") if tokens > SMALL and layer.amx and format in tiled.FAST else ("accurate",):
                     row = decode(layer, team, tokens, task) if tokens <= SMALL else prefill(layer, team, tokens, precision, task)
                     made.append(told | row | {"error": error(layer, team, min(tokens, 256), precision)})
                     tell(made[-1])

@@ -87,7 +87,7 @@ class ExpertLayer:
         self.store, self.act, self.weight_on, self.biases = store, act or Act(), weight_on, biases
         named = cpu.isa(isa)
         self.body = lanes.body_of(named)
-        self.amx = named == "amx" and self.store.format.name in tiled.FORMATS and tiles.permitted()
+        self.amx = named == "amx" and self.store.format.name != "f32" and tiles.permitted()
         self.switch = tiled.SWITCH                   # tokens of one expert from which tile products are used; `tune` measures it
         E, H, I = store.experts, store.hidden, padded(store.inter, COLS)
         given = biases or (None, None, None)
@@ -149,8 +149,8 @@ class ExpertLayer:
             raise ValueError(f"ids: outside −1..{self.store.experts - 1}") from None
 
     def _tiles(self, team: Team, fast: bool) -> tiled.Tiled:
-        """By tile products; bf16 weights have no faster int8 form."""
-        fast = fast and self.store.format.name != "bf16"
+        """By tile products; only some formats have a faster int8 form."""
+        fast = fast and self.store.format.name in tiled.FAST
         made = self._tiled.setdefault(team, {})
         if fast not in made:
             made[fast] = tiled.Tiled(self.store, self.static, self.act.kind, self.body, True, fast, team, self)

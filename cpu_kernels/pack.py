@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from . import codes as coded
 from . import lanes
 from .formats import COLS, FORMATS, ROWS, Format
 from .jit import kernel
@@ -156,6 +157,10 @@ def _emit_spread(format: Format) -> Any:
             for j in range(8):
                 store(b, b.extract_element(v, const(I32, j)), line, 64 * j, 4)
             return
+        if format.name == "f16":
+            for k in range(COLS):
+                store(b, _half_bits(b, load(b, codes, F32, 4 * k, 4)), line, 32 * k, 2)
+            return
         for j in range(16 if format.name == "int8_g32" else COLS if format.name == "f32" else 32):
             if format.name == "bf16":
                 first, second = (_bf16_bits(b, load(b, codes, I32, 8 * j + 4 * i, 4)) for i in range(2))
@@ -176,7 +181,7 @@ def packer(format: str, tag: str) -> Any:
     whose rows are row_nbytes apart into `blocks` · 16 rows of tiles, zeros beyond its own. `spare`: SPARE_NBYTES of the caller's."""
     f = FORMATS[format]
     widen, widen_one, place = _widen(tag), _widen_first(tag), _emit_spread(f)
-    width, size, scaled, int4 = TAGS[tag], f.tile_nbytes, bool(f.scale), format == "int4_g32"
+    width, size, scaled, int4, word = TAGS[tag], f.tile_nbytes, bool(f.scale), format == "int4_g32", 2 if format == "f16" else 4
 
     @kernel(key=("row", tag))
     def take_row(source: int, count: int, spare: int) -> None:
@@ -209,7 +214,7 @@ def packer(format: str, tag: str) -> Any:
                         place(spare + 256, tile + 64 + 4 * n)
                     else:
                         bad |= _finite(spare)
-                        place(spare, tile + 4 * n)
+                        place(spare, tile + word * n)
         return bad
 
     return pack_tiles
@@ -217,6 +222,8 @@ def packer(format: str, tag: str) -> Any:
 
 def into(format: Format, w: np.ndarray[Any, Any], tag: str, tiles: np.ndarray[Any, Any]) -> bool:
     """A float matrix into all of `tiles` (uint8), whose blocks of 16 rows beyond the matrix become zeros. False: it holds NaN or infinity."""
+    if format.coded:
+        return _nearest(format, w, tag, tiles)
     if w.strides[1] != w.itemsize:
         w = np.ascontiguousarray(w)
     spare = np.empty(SPARE_NBYTES, np.uint8)
@@ -277,3 +284,98 @@ def repacker(format: str) -> Any:
 
 _copy4, _copy2, _copy1 = (op(2, lambda b, a, s, kind=kind: store(b, load(b, s, kind), a)) for kind in (I32, I16, I8))
 _fill4, _fill2 = (op(2, lambda b, a, v, kind=kind: store(b, b.trunc(v, kind), a)) for kind in (I32, I16))
+
+
+# ---- formats of `formats.Coded` ----------------------------------------------------------------------------------------------------
+
+ROWS_AT_ONCE = 256                                   # that numpy looks for the nearest codes of
+
+
+def _nearest(format: Format, w: np.ndarray[Any, Any], tag: str, tiles: np.ndarray[Any, Any]) -> bool:
+    """Floats by the twin's rounding: slow, for weights that somebody asked to be rounded to a format they did not come in."""
+    as_f32 = (w.astype(np.uint32) << 16).view(np.float32) if tag == "bf16" else np.asarray(w, np.float32)
+    if not np.isfinite(as_f32).all():
+        return False
+    parts = [coded.quantize(format, as_f32[i:i + ROWS_AT_ONCE] if "overall" not in format.coded.names else as_f32)  # type: ignore[union-attr]
+             for i in range(0, len(w), ROWS_AT_ONCE if "overall" not in format.coded.names else len(w))]  # type: ignore[union-attr]
+    put_codes(format, np.concatenate([q for q, _ in parts]), {k: np.concatenate([f[k] for _, f in parts]) for k in parts[0][1]}, w.shape[1], tiles)
+    return True
+
+
+def put_codes(format: Format, q: np.ndarray[Any, Any], fields: coded.Fields, cols: int, tiles: np.ndarray[Any, Any]) -> None:
+    """Codes [rows, cols] (nibbles also as pairs [rows, cols / 2], the even column in the low half) with checked fields into all of `tiles`,
+    zeros beyond the matrix."""
+    rows, per = len(q), (cols + COLS - 1) // COLS
+    whole = tiles[:tiles.size // format.nbytes(ROWS, cols) * format.nbytes(ROWS, cols)].reshape(-1, per, format.tile_nbytes)
+    head = coded.heads(format, fields, rows, cols)
+    whole[:len(head), :, :head.shape[2]] = head
+    whole[len(head):] = 0
+    q, spare = np.ascontiguousarray(q), np.empty(64, np.uint8)
+    placer(format.name, q.shape[1] != cols)(q.ctypes.data, rows, cols, whole.ctypes.data, spare.ctypes.data)
+
+
+def _emit_pairs(b: Builder, source: Value, into: Value) -> None:
+    """32 pairs of nibbles -> 64 codes."""
+    kind = vec(I8, 32)
+    v = load(b, source, kind)
+    low, high = b.and_(v, const(kind, 15)), b.lshr(v, const(kind, 4))
+    store(b, b.shuffle_vector(low, high, ir_indices([i // 2 + 32 * (i % 2) for i in range(64)])), into)
+
+
+def _emit_lines(format: Format) -> Any:
+    """64 codes of one row into a tile; `word`: the row's word in the tile's first line of codes."""
+    c = coded.coded(format)
+
+    def emit(b: Builder, codes: Value, word: Value) -> None:
+        if c.codes == "byte":
+            for j in range(16):
+                store(b, load(b, codes, I32, 4 * j), word, 64 * j, 4)
+            return
+        halves = [load(b, codes, vec(I32, 8), 32 * g) for g in range(2)]
+        low, high = (b.and_(v, const(_W, 0x0F0F0F0F)) for v in halves)
+        v = b.or_(low, b.shl(high, const(_W, 4)))
+        for j in range(8):
+            store(b, b.extract_element(v, const(I32, j)), word, 64 * j, 4)
+        per = 8 // max(c.planes, 1)
+        for half, v in enumerate(halves if c.planes else ()):
+            upper = b.and_(b.lshr(v, const(_W, 4)), const(_W, ((1 << c.planes) - 1) * 0x01010101))
+            upper = b.shl(upper, ir_indices([c.planes * (j % per) for j in range(8)]))
+            for line in range(c.planes):
+                bits = [b.extract_element(upper, const(I32, per * line + i)) for i in range(per)]
+                store(b, functools.reduce(b.or_, bits), word, 512 + 64 * (half * c.planes + line), 4)
+    return op(2, emit)
+
+
+@functools.cache
+def placer(format: str, pairs: bool) -> Any:
+    """A kernel place(codes, rows, cols, tiles, spare): the lines of codes of all tiles that hold rows; their heads are there."""
+    f = FORMATS[format]
+    place, size, at, double = _emit_lines(f), f.tile_nbytes, coded.coded(f).lines_at, op(2, _emit_pairs)
+    row_nbytes = 1 if not pairs else 2               # codes per byte
+
+    @kernel(key=(format, pairs))
+    def place_codes(codes: int, rows: int, cols: int, tiles: int, spare: int) -> int:
+        per, width = (cols + COLS - 1) // COLS, (cols + row_nbytes - 1) // row_nbytes
+        for block in range((rows + ROWS - 1) // ROWS):
+            for k in range(per):
+                word = tiles + (block * per + k) * size + at
+                for n in range(ROWS):
+                    row, here = block * ROWS + n, min(cols - k * COLS, COLS)
+                    source = codes + row * width + k * (COLS // row_nbytes)
+                    if row >= rows or here < COLS:
+                        for i in range(0, 64, 4):
+                            _fill4(spare + i, 0)
+                        for i in range(here if row < rows else 0):
+                            _nibble1(spare + i, source + i // row_nbytes, (i & 1) * 4) if pairs else _copy1(spare + i, source + i)
+                        place(spare, word + 4 * n)
+                    elif pairs:
+                        double(source, spare)
+                        place(spare, word + 4 * n)
+                    else:
+                        place(source, word + 4 * n)
+        return 0
+
+    return place_codes
+
+
+_nibble1 = op(3, lambda b, a, s, shift: store(b, b.and_(b.lshr(load(b, s, I8), b.trunc(shift, I8)), const(I8, 15)), a))

@@ -10,6 +10,7 @@ from typing import Any
 
 from .formats import GROUP, Format
 from .lanes import F32, I16, I32, I64, Builder, Value, bf16_to_f32, byte, call, cgutils, const, declare, half_to_f32, load, op, prefetch, store, vec
+from .rows import coded
 
 Quarters = list[Callable[[], None]]
 WIDE, REAL, SHORT = vec(I32, 16), vec(F32, 16), vec(I16, 32)
@@ -41,7 +42,7 @@ AHEAD_TILES = 8                                      # a panel: what is unpacked
 
 
 def _quarters(b: Builder, format: Format, w: Value, line: Callable[[int, int], None]) -> Quarters:
-    lines = format.tile_nbytes // 64
+    lines = -(-format.tile_nbytes // 64)
 
     def quarter(q: int) -> None:
         for i in range(lines * q // 4, lines * (q + 1) // 4):
@@ -60,10 +61,18 @@ def quarters_bf16(b: Builder, format: Format, body: str, w: Value, into: Value) 
                 prefetch(b, w, AHEAD_TILES * format.tile_nbytes + 512 * q + 64 * i, 2)
                 prefetch(b, w, 512 * q + 64 * i)
         return [partial(fetch, q) for q in range(4)]
-    scales = [_scales(b, format, body, w, g) for g in range(2)]
+    if format.coded:
+        weights = coded.unpacker(b, format, body, w)
+    else:
+        scales = [_scales(b, format, body, w, g) for g in range(2)] if format.scale else []
 
     def line(j: int, g: int) -> None:
         """Columns 32g + 4j .. + 3."""
+        if format.coded or format.name == "f16":
+            f = weights(j, g) if format.coded else [half_to_f32(b, w, 16, body, 32 * (32 * g + 4 * j + kk)) for kk in range(4)]
+            for h in range(2):
+                store(b, _join_bf16(b, f[2 * h], f[2 * h + 1]), into, 2048 * g + 64 * (2 * j + h), 64)
+            return
         int4 = format.name == "int4_g32"
         raw = load(b, w, WIDE, LINES_AT + 64 * (j if int4 else 8 * g + j), 64)
         v = [_nibble_value(b, body, raw, 8 * kk + 4 * g) if int4 else b.sitofp(byte(b, raw, kk, True), REAL) for kk in range(4)]
@@ -114,11 +123,11 @@ def quarters_int8(b: Builder, format: Format, body: str, w: Value, inverse: Valu
 
 def row_scales(format: Format, body: str) -> Any:
     """Intrinsic (w, tiles, scales, inverses): for 16 rows, the scale that fits all of a row's groups into int8, and factor / scale.
-    Formats without scales have no int8 products and leave both alone."""
+    Formats without int8 products leave both alone."""
     top = (8.0 if format.name == "int4_g32" else 128.0) / 127.0
 
     def emit(b: Builder, w: Value, tiles: Value, scales: Value, inverses: Value) -> None:
-        if not format.scale:
+        if not format.scale or format.coded:
             return
         most = cgutils.alloca_once_value(b, const(REAL, 1e-30))
         b.store(const(REAL, 1e-30), most)

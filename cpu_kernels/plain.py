@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from . import codes as coded
 from .formats import COLS, GROUP, ROWS, Format, padded
 
 Array = np.ndarray[Any, Any]
@@ -52,13 +53,19 @@ def scale_values(format: Format, bits: Array) -> Array:
     return bits.view(np.float16).astype(np.float32) if format.scale == "f16" else bf16_to_f32(bits)
 
 
-def pack(format: Format, values: Array, scales: Array | None = None) -> Array:
-    """Bytes [rows/16, cols/64, tile] of a matrix [rows, cols].
+def pack(format: Format, values: Array, scales: Any = None) -> Array:
+    """Bytes [rows/16, cols/64, tile] of a matrix [rows, cols]; scales are fields by name for the formats of `codes`.
 
-    f32: float32 values. bf16: uint16 bits. int8_g32: int8 codes. int4_g32: uint8 codes 0..15 with zero point 8. Scales [rows, ceil(cols/32)].
+    f32: float32 values. f16: float16. bf16: uint16 bits. int8_g32: int8 codes. int4_g32: uint8 codes 0..15 with zero point 8.
+    Scales [rows, ceil(cols/32)].
     """
+    if format.coded:
+        return coded.pack(format, values, scales)
     rows, cols = values.shape
     t: Any
+    if format.name == "f16":                                          # [k][n] float16
+        t = _tiles(values, rows, cols).transpose(0, 1, 3, 2)
+        return np.ascontiguousarray(t).view(np.uint8).reshape(*t.shape[:2], -1)
     if format.name == "f32":                                          # [k][n] float32
         t = _tiles(values.astype(np.float32), rows, cols).transpose(0, 1, 3, 2)
         return np.ascontiguousarray(t).view(np.uint8).reshape(*t.shape[:2], -1)
@@ -80,13 +87,18 @@ def pack(format: Format, values: Array, scales: Array | None = None) -> Array:
     return np.concatenate([s, q], axis=2)
 
 
-def unpack(format: Format, data: Array, rows: int, cols: int) -> tuple[Array, Array | None]:
-    """The inverse of `pack`: (values [rows, cols], float32 scales [rows, ceil(cols/32)] or None)."""
+def unpack(format: Format, data: Array, rows: int, cols: int) -> tuple[Array, Any]:
+    """The inverse of `pack`: (values [rows, cols], float32 scales [rows, ceil(cols/32)], fields or None)."""
+    if format.coded:
+        return coded.unpack(format, data, rows, cols)
     nb, kb = padded(rows, ROWS) // ROWS, padded(cols, COLS) // COLS
     t = np.ascontiguousarray(data).view(np.uint8).reshape(nb, kb, format.tile_nbytes)
     v: Any
     if format.name == "f32":
         v = t.view(np.float32).reshape(nb, kb, COLS, ROWS).transpose(0, 3, 1, 2)
+        return v.reshape(nb * ROWS, kb * COLS)[:rows, :cols], None
+    if format.name == "f16":
+        v = t.view(np.float16).reshape(nb, kb, COLS, ROWS).transpose(0, 3, 1, 2)
         return v.reshape(nb * ROWS, kb * COLS)[:rows, :cols], None
     if format.name == "bf16":
         v = t.view(np.uint16).reshape(nb, kb, COLS // 2, ROWS, 2).transpose(0, 3, 1, 2, 4)
@@ -105,7 +117,9 @@ def unpack(format: Format, data: Array, rows: int, cols: int) -> tuple[Array, Ar
 def dequantize(format: Format, data: Array, rows: int, cols: int) -> Array:
     """Packed bytes -> float64 [rows, cols]."""
     v, scales = unpack(format, data, rows, cols)
-    if format.name == "f32":
+    if format.coded:
+        return coded.values(format, v, scales)
+    if format.name in ("f32", "f16"):
         return v.astype(np.float64)
     if scales is None:
         return bf16_to_f32(np.ascontiguousarray(v)).astype(np.float64)
@@ -113,13 +127,17 @@ def dequantize(format: Format, data: Array, rows: int, cols: int) -> Array:
     return (v.astype(np.float64) - zero) * np.repeat(scales.astype(np.float64), GROUP, axis=1)[:, :cols]
 
 
-def quantize(format: Format, w: Array) -> tuple[Array, Array | None]:
+def quantize(format: Format, w: Array) -> tuple[Array, Any]:
     """float32 [rows, cols] -> what `pack` takes, as the packing kernels choose it. int8: largest magnitude / 127. int4: for each row and
     32 columns, of eight scales around the one that maps the largest magnitude to −8, the codes with the smallest least-squares error."""
     if format.name == "f32":
         return w.astype(np.float32), None
+    if format.name == "f16":
+        return np.clip(w, -65504, 65504).astype(np.float16), None
     if format.name == "bf16":
         return f32_to_bf16(w), None
+    if format.coded:
+        return coded.quantize(format, w)
     rows, cols = w.shape
     full = np.zeros((rows, padded(cols, GROUP)), np.float32)
     full[:, :cols] = w

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from . import pack, plain
+from .codes import Fields, check
 from .formats import COLS, GROUP, ROWS, Format, format_of, padded
 
 Array = np.ndarray[Any, Any]
@@ -76,7 +77,7 @@ class ExpertStore:
         one = self.format.nbytes(padded(self.inter, COLS), self.hidden)
         start = {"gate": 0, "up": one * self.gated, "down": one * (1 + self.gated)}[name]
         record = self.record(e)
-        return record[start:] if name == "down" else record[start:start + one]
+        return record[start:start + self.format.nbytes(self.hidden, self.inter)] if name == "down" else record[start:start + one]
 
     def put(self, e: int, gate: Array | None, up: Array, down: Array, dtype: str | None = None) -> None:
         """Quantizes float matrices gate, up [inter, hidden] and down [hidden, inter] into the record, in place. float32, float16, or
@@ -88,18 +89,22 @@ class ExpertStore:
         for (name, w), tag in zip(given, tags, strict=True):
             self._pack(e, name, w, tag)
 
-    def put_exact(self, e: int, name: str, codes: Array, scales: Array | None = None) -> None:
+    def put_exact(self, e: int, name: str, codes: Array, scales: Array | None = None, **more: Array) -> None:
         """Weights that arrive in this format's codes: repacked, never requantized. ValueError when they cannot be kept exactly.
 
         int8_g32: int8 [rows, cols]; int4_g32: uint8 0..15 with zero point 8 [rows, cols]; float scales [rows, ceil(cols/32)] whose
-        values the format's scale dtype holds exactly. bf16: uint16 bits, f32: float32, no scales.
+        values the format's scale dtype holds exactly. bf16: uint16 bits, f16: float16, f32: float32, no scales. Others: codes and fields as
+        `codes` has them (zeros, minimums, supers, least, overall beside scales); four-bit codes also as pairs [rows, cols / 2].
         """
-        want = {"f32": np.float32, "bf16": np.uint16, "int8_g32": np.int8, "int4_g32": np.uint8}[self.format.name]
         shape = self.shape(name)
+        if self.format.coded:
+            self._put_codes(e, name, codes, more if scales is None else {"scales": scales, **more})
+            return
+        want = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "int8_g32": np.int8, "int4_g32": np.uint8}[self.format.name]
         if codes.shape != shape or codes.dtype != want:
             raise ValueError(f"codes: {codes.dtype} {codes.shape}, expected {np.dtype(want)} {shape}")
-        if (scales is None) != (not self.format.scale):
-            raise ValueError(f"scales: {'missing' if scales is None else 'given'} for format {self.format.name}")
+        if (scales is None) != (not self.format.scale) or more:
+            raise ValueError(f"scales: {'missing' if scales is None else 'or more given'} for format {self.format.name}")
         if scales is not None and scales.shape != (shape[0], -(-shape[1] // GROUP)):
             raise ValueError(f"scales: {scales.shape}, expected {(shape[0], -(-shape[1] // GROUP))}")
         if self.format.name == "int4_g32" and codes.size and int(codes.max()) > 15:
@@ -111,6 +116,14 @@ class ExpertStore:
         spare = aligned(pack.SPARE_NBYTES)
         pack.repacker(self.format.name)(codes.ctypes.data, bits.ctypes.data, *shape, bits.shape[1], section.ctypes.data,
                                         section.size // self.format.nbytes(ROWS, shape[1]), spare.ctypes.data)
+
+    def _put_codes(self, e: int, name: str, codes: Array, fields: Fields) -> None:
+        rows, cols = self.shape(name)
+        pairs = self.format.bits == 4 and cols % 2 == 0 and codes.shape == (rows, cols // 2)
+        if codes.shape != (rows, cols) and not pairs:
+            raise ValueError(f"codes: {codes.dtype} {codes.shape}, expected {(rows, cols)}")
+        check(self.format, codes[:0] if pairs else codes, fields)
+        pack.put_codes(self.format, codes, fields, cols, self.section(e, name))
 
     def _pack(self, e: int, name: str, w: Array, tag: str) -> None:
         if not pack.into(self.format, w, tag, self.section(e, name)):

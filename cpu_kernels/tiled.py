@@ -11,7 +11,7 @@ from .store import ExpertStore, aligned
 from .team import Prepared, Team, address, prepare
 
 Array = np.ndarray[Any, Any]
-FORMATS = ("bf16", "int8_g32", "int4_g32")
+FAST = ("int8_g32", "int4_g32")                      # formats with int8 products; the others keep bf16 ones
 BLOCKS_AT_ONCE = 8                                   # 256 rows: their activations and sums stay in L2
 SWITCH = 16                                          # tokens of one expert from which tile products pay, unless measured
 SCRATCH_NBYTES = 128 << 20                           # of packed activations in one job

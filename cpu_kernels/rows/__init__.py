@@ -9,7 +9,7 @@ from typing import Any
 from ..formats import FORMATS, Format
 from ..jit import address, kernel
 from ..lanes import F32, I64, WIDTHS, Builder, Value, cgutils, const, fma, load, op, store, vec
-from . import floating, integer
+from . import coded, floating, integer
 
 NEXT_AT, STREAMS = 32, 4                              # the next task's streams stand behind up to four of this one
 AHEAD_NBYTES = 3456                                  # how far a stream is prefetched where vectors have 16 lanes
@@ -22,9 +22,14 @@ def is_float(format: Format, exact: bool) -> bool:
     return exact or format.partner == "f32"
 
 
+def family_of(format: Format, exact: bool) -> Any:
+    """The module that multiplies this format's tiles."""
+    return floating if is_float(format, exact) else coded if format.coded else integer
+
+
 def block_nbytes(format: Format, exact: bool) -> int:
     """Bytes of the activation of 64 columns."""
-    return floating.BLOCK_NBYTES if is_float(format, exact) else integer.BLOCK_NBYTES
+    return family_of(format, exact).BLOCK_NBYTES
 
 
 @functools.cache
@@ -49,7 +54,7 @@ def emitter(format: Format, body: str, exact: bool, streams: int, tokens: int) -
     """The code of `walk`."""
     size, step, n = format.tile_nbytes, block_nbytes(format, exact), WIDTHS[body]
     ahead = max(1, (AHEAD_NBYTES if n == 16 else AHEAD_NARROW_NBYTES) // size)
-    family = floating if is_float(format, exact) else integer
+    family = family_of(format, exact)
     zero = const(vec(F32, n), 0.0)
     parts = range(16 // n)
 

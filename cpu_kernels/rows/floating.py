@@ -1,6 +1,7 @@
-"""f32, bf16 and any other format against float32 activations: the bytes of the float tiles, and a tile times 1..m tokens.
+"""f32, f16, bf16 and any other format against float32 activations: the bytes of the float tiles, and a tile times 1..m tokens.
 
 **f32**, 4,096 B: 64 lines of 64 B, line k holds w[0..15, k].
+**f16**, 2,048 B: 64 lines of 32 B, line k holds w[0..15, k].
 **bf16**, 2,048 B: 32 lines of 64 B, 16-bit word 2n + kk of line j is w[n, 2j + kk]: a row of an AMX bf16 B tile.
 
 The activation of 64 columns is a block of 256 B: 64 float32. Products of bf16 weights with float32 activations are summed in float32;
@@ -10,7 +11,8 @@ when activations must not be rounded (precision "exact"): the code is widened, t
 from typing import Any
 
 from ..formats import Format
-from ..lanes import F32, I32, I64, WIDTHS, Builder, Value, byte, cgutils, const, fma, fresh, kept, load, prefetch, spread, vec
+from ..lanes import F32, I32, I64, WIDTHS, Builder, Value, byte, cgutils, const, fma, fresh, half_to_f32, kept, load, prefetch, spread, vec
+from . import coded
 from .integer import LINES_AT, scales_of
 
 Add = Any
@@ -23,11 +25,15 @@ def at_once(format: Format, body: str) -> tuple[int, ...]:
     return (16, 8, 4, 2, 1) if WIDTHS[body] == 16 else (6, 4, 2, 1)
 
 
-def _column(b: Builder, format: Format, tile: Value, turn: Value, c: int, group: int, first: int, n: int) -> Value:
+def _column(b: Builder, format: Format, body: str, tile: Value, turn: Value, c: int, group: int, first: int, n: int) -> Value:
     """Column 32·group + 8·turn + c of rows first .. first + n − 1 as float32, codes without their scale. A line is loaded again for each
     of its columns: registers are for sums."""
     if format.name == "f32":
         return load(b, b.add(tile, b.mul(turn, const(I64, 512))), vec(F32, n), 64 * (32 * group + c) + 4 * first, 4 * n)
+    if format.name == "f16":
+        return half_to_f32(b, b.add(tile, b.mul(turn, const(I64, 256))), n, body, 32 * (32 * group + c) + 2 * first)
+    if format.coded:
+        return _coded(b, format, body, tile, b.add(b.shl(turn, const(I64, 1)), const(I64, c // 4)), c % 4, group, first, n)
     per = 2 if format.name == "bf16" else 4          # columns of one line
     at = b.add(tile, b.mul(turn, const(I64, 64 * COLUMNS // per)))
     base = 64 * (32 // per) * (group if format.name != "int4_g32" else 0) + (LINES_AT if format.scale else 0)
@@ -39,6 +45,20 @@ def _column(b: Builder, format: Format, tile: Value, turn: Value, c: int, group:
         return b.sitofp(byte(b, line, c % 4, True), vec(F32, n))
     q = b.and_(b.lshr(line, const(line.type, 8 * (c % 4) + 4 * group)), const(line.type, 15))
     return b.sitofp(b.sub(q, const(q.type, 8)), vec(F32, n))
+
+
+def _coded(b: Builder, format: Format, body: str, tile: Value, j: Value, kk: int, group: int, first: int, n: int) -> Value:
+    """The same of coded formats: scaled where scales or minimums within the 32 columns differ (`outside` says where not)."""
+    v = coded.numbers(b, format, body, tile, j, group, kk, first, n, coded.codes_of(b, format, body, tile, j, group, first, n))
+    if outside(format):
+        return v
+    s = coded.scale_of(b, format, body, tile, group, b.lshr(j, const(I64, 2)), first, n)
+    return fma(b, v, s, coded.shift_of(b, format, body, tile, group, first, n)) if format.coded and format.coded.shifts else b.fmul(v, s)
+
+
+def outside(format: Format) -> bool:
+    """True when 32 columns of a row have one scale and nothing else: it multiplies their sum."""
+    return bool(format.scale) and (format.coded is None or not (format.coded.shifts or format.coded.group == 16))
 
 
 def tile(b: Builder, format: Format, body: str, add: Add, w: Value, xs: list[Value], ahead: Value) -> None:
@@ -59,7 +79,7 @@ def tile(b: Builder, format: Format, body: str, add: Add, w: Value, xs: list[Val
                 fresh(b)
                 if 64 * c < step:
                     prefetch(b, pulled, 4 * step * group + 64 * c)
-                columns = [_column(b, format, w, loop.index, c, group, n * p, n) for p in parts]
+                columns = [_column(b, format, body, w, loop.index, c, group, n * p, n) for p in parts]
                 for t in tokens:
                     x = spread(b, b.add(xs[t], at), F32, n, 4 * (32 * group + c))
                     for p in parts:
@@ -69,6 +89,8 @@ def tile(b: Builder, format: Format, body: str, add: Add, w: Value, xs: list[Val
             for k, v in sums.items():
                 b.store(totals[k], v)
         for p in parts:
-            scale = scales_of(b, format, body, w, group, n * p, n) if format.scale else None
+            scale = None
+            if outside(format):
+                scale = coded.scale_of(b, format, body, w, group, 0, n * p, n) if format.coded else scales_of(b, format, body, w, group, n * p, n)
             for t in tokens:
                 add(t, p, b.load(sums[t, p]), scale)

@@ -15,7 +15,76 @@ from cpu_kernels import FORMATS
 from hetero.arch.spec import Act
 from hetero.gpu.linear import KINDS, activated
 
-CODES = {"f32": 0, "bf16": 1, "int8_g32": 2, "int4_g32": 3}
+CODES = {f.name: f.code for f in FORMATS.values()}
+
+
+@triton.jit
+def _f32(p, live):
+    """float32 at bytes that are a multiple of 4."""
+    return tl.load(p.to(tl.pointer_type(tl.float32)), mask=live, other=0.0)
+
+
+@triton.jit
+def _f16(p, live):
+    return tl.load(p.to(tl.pointer_type(tl.float16)), mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _u8(p, live):
+    return tl.load(p, mask=live, other=0).to(tl.int32)
+
+
+@triton.jit
+def _e4m3(code):
+    """E4M3 bytes as int32 -> float32; the exponent's bias differs by 120."""
+    size = ((code & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where(code >= 128, -size, size)
+
+
+@triton.jit
+def _coded(base, n, k, live, HALF: tl.constexpr, FORMAT: tl.constexpr):
+    """Columns 32 HALF + k of rows n of a tile of `cpu_kernels.formats.Coded` at base [BN]: float32 [BN, 32]."""
+    r = n % 16
+    m = live[:, None]
+    j = k // 4
+    byte = base[:, None] + r[:, None] * 4 + k % 4
+    if FORMAT >= 9 and FORMAT <= 12:                          # bytes
+        at: tl.constexpr = 96 if FORMAT == 11 else 64
+        c = _u8(byte + at + 64 * j + 512 * HALF, m)
+        if FORMAT == 12:
+            return _e4m3(c) * _f32(base + 4 * r, live)[:, None]
+        q = tl.where(c >= 128, c - 256, c)
+        if FORMAT == 9:
+            return q.to(tl.float32) * _f16(base + 32 * HALF + 2 * r, live)[:, None]
+        if FORMAT == 11:
+            z = _u8(base + 64 + r, live)
+            q -= tl.where(z >= 128, z - 256, z)[:, None]
+        return q.to(tl.float32) * _f32(base + 4 * r, live)[:, None]
+    else:
+        lines: tl.constexpr = (32, 96, 96, 160, 0, 0, 0, 0, 128, 128, 96)[FORMAT - 5]
+        q = (_u8(byte + lines + 64 * j, m) >> (4 * HALF)) & 15
+        if FORMAT <= 6:                                       # E2M1, doubled: 0 1 2 3 4 6 8 12
+            v = q & 7
+            v = tl.where(v == 7, 12, tl.where(v >= 5, 2 * v - 4, v))
+            v = tl.where(q >= 8, -v, v).to(tl.float32)
+            if FORMAT == 5:
+                return v * (_u8(base + 16 * HALF + r, live) << 23).to(tl.float32, bitcast=True)[:, None]
+            s = _e4m3(_u8(base[:, None] + 32 * HALF + 16 * (k // 16) + r[:, None], m)) * _f32(base + 64, live)[:, None]
+            return v * s
+        if FORMAT == 7:
+            return (q - _u8(base + 64 + r, live)[:, None]).to(tl.float32) * _f32(base + 4 * r, live)[:, None]
+        if FORMAT == 8:
+            return (q - _u8(base + 128 + 16 * HALF + r, live)[:, None]).to(tl.float32) * _f32(base + 64 * HALF + 4 * r, live)[:, None]
+        if FORMAT == 15:
+            q |= ((_u8(byte + 608 + 128 * HALF + 64 * (j // 4), m) >> (2 * (j % 4))) & 3) << 4
+            s = _u8(base[:, None] + 32 * HALF + 16 * (k // 16) + r[:, None], m)
+            s = tl.where(s >= 128, s - 256, s).to(tl.float32) * _f16(base + 64 + 2 * r, live)[:, None]
+            return (q - 32).to(tl.float32) * s
+        if FORMAT == 14:
+            q |= ((_u8(byte + 640 + 64 * HALF, m) >> j) & 1) << 4
+        s = _u8(base + 16 * HALF + r, live).to(tl.float32) * _f16(base + 64 + 2 * r, live)
+        least = _u8(base + 32 + 16 * HALF + r, live).to(tl.float32) * _f16(base + 96 + 2 * r, live)
+        return q.to(tl.float32) * s[:, None] - least[:, None]
 
 
 @triton.jit
@@ -25,7 +94,16 @@ def halves(tiles, n, KT, kt, live, dtype: tl.constexpr, FORMAT: tl.constexpr):
     at = (n // 16) * KT + kt
     r = (n % 16)[:, None]
     m = live[:, None]
-    if FORMAT == 3:
+    if FORMAT > 4:
+        size: tl.constexpr = (544, 608, 608, 672, 1088, 1088, 1120, 1088, 640, 768, 864)[FORMAT - 5]
+        base = tiles + at * size
+        lo = _coded(base, n, k, live, 0, FORMAT)
+        hi = _coded(base, n, k, live, 1, FORMAT)
+    elif FORMAT == 4:
+        h = (tiles + at * 2048)[:, None].to(tl.pointer_type(tl.float16)) + k * 16 + r
+        lo = tl.load(h, mask=m, other=0.0)
+        hi = tl.load(h + 512, mask=m, other=0.0)
+    elif FORMAT == 3:
         base = tiles + at * 576
         s = base.to(tl.pointer_type(tl.float16)) + n % 16
         s0 = tl.load(s, mask=live, other=0.0).to(tl.float32)[:, None]

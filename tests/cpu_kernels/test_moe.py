@@ -6,7 +6,8 @@ from cpu_kernels import FORMATS, Act, ExpertLayer, ExpertStore, cpu, lanes, plai
 from cpu_kernels.team import Team
 
 ISAS = [i for i in cpu.isas() if lanes.body_of(i) == i]
-BOUND = {"f32": 1e-6, "bf16": 1e-6, "int8_g32": 1e-6, "int4_g32": 1e-6}
+QUICK = ("f32", "bf16", "int8_g32", "int4_g32", "mxfp4", "q6_k")          # the others compile as long and are run with --slow
+EVERY = [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FORMATS]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def run(layer, x, ids, weights, team, **how):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("format", list(FORMATS))
+@pytest.mark.parametrize("format", EVERY)
 @pytest.mark.parametrize(("hidden", "inter"), [(96, 64), (200, 100), (41, 17)])
 def test_equals_the_twin_given_the_same_rounded_activations(team, isa, format, hidden, inter):
     store = make(format, hidden=hidden, inter=inter)
@@ -61,7 +62,7 @@ def test_equals_the_twin_given_the_same_rounded_activations(team, isa, format, h
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("format", list(FORMATS))
+@pytest.mark.parametrize("format", EVERY)
 def test_exact_precision_rounds_no_activation(team, isa, format):
     store = make(format, hidden=200, inter=100)
     x, ids, weights = inputs(store, 9, 3)
@@ -107,7 +108,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(format):
         assert np.array_equal(out, outs[0][0])
 
 
-@pytest.mark.parametrize("format", list(FORMATS))
+@pytest.mark.parametrize("format", EVERY)
 def test_bits_of_a_token_do_not_depend_on_its_neighbours(team, format):
     store = make(format, experts=3)
     layer = ExpertLayer(store)
@@ -117,7 +118,7 @@ def test_bits_of_a_token_do_not_depend_on_its_neighbours(team, format):
         assert np.array_equal(whole[t:t + 1], run(layer, x[t:t + 1], ids[t:t + 1], weights[t:t + 1], team))
 
 
-@pytest.mark.parametrize("format", ["int4_g32", "int8_g32"])
+@pytest.mark.parametrize("format", ["int4_g32", "int8_g32", "mxfp4", "q6_k", *(pytest.param(f, marks=pytest.mark.slow) for f in ("nvfp4", "q4_k", "int8_g64z"))])
 def test_all_integer_bodies_give_the_same_sums(team, format):
     store = make(format)
     x, ids, weights = inputs(store, 6, 3)
@@ -135,7 +136,7 @@ def test_no_expert_of_mine_gives_zeros_and_duplicates_add_up(team):
     close(run(layer, x, same, weights, team), twin(store, x, same, weights), 2e-4)
 
 
-@pytest.mark.parametrize("format", list(FORMATS))
+@pytest.mark.parametrize("format", EVERY)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 def test_what_is_not_finite_stays_in_its_token(team, format, bad):
     store = make(format, experts=2)

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from cpu_kernels import Act, ExpertLayer, ExpertStore, cpu, plain, tiles
+from cpu_kernels import FORMATS, Act, ExpertLayer, ExpertStore, cpu, plain, tiles
 from cpu_kernels.team import Team
-from cpu_kernels.tiled import Tiled, split
+from cpu_kernels.tiled import FAST, Tiled, split
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +41,13 @@ def relative(a, b):
 
 
 @pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("format", ["int4_g32", "int8_g32", "bf16"])
+@pytest.mark.parametrize("format", [f for f in FORMATS if f != "f32"])
 @pytest.mark.parametrize("hidden,inter,tokens", [(64, 64, 5), (144, 96, 40), (576, 640, 150)])
 def test_tile_products_give_the_twin_within_their_rounding(team, format, fast, hidden, inter, tokens):
-    if fast and format == "bf16":
-        pytest.skip("int8 products are for weights of codes")
+    if fast and format not in FAST:
+        pytest.skip("this format has no int8 products")
+    if format not in (*FAST, "bf16") and tokens != 40:
+        pytest.skip("the same unpacking as of 40 tokens")
     store = made(format, 3, hidden, inter)
     layer = ExpertLayer(store)
     rng = np.random.default_rng(1)
@@ -54,7 +56,7 @@ def test_tile_products_give_the_twin_within_their_rounding(team, format, fast, h
     weights = rng.random((tokens, 2)).astype(np.float32)
     out = np.zeros_like(x)
     tiled(layer, team, fast).add(x, ids, weights, out)
-    assert relative(out, wanted(store, layer.act, None, x, ids, weights)) < (3e-2 if fast else 4.5e-3)
+    assert relative(out, wanted(store, layer.act, None, x, ids, weights)) < (3e-2 if fast else 5.5e-3)
 
 
 def test_biases_a_clamped_activation_and_weights_on_the_input(team):

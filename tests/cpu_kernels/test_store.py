@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_kernels import FORMATS, ExpertStore, plain
+from cpu_kernels import FORMATS, ExpertStore, codes, plain
 
 SHAPES = st.tuples(st.integers(1, 80), st.integers(1, 150))
 
@@ -20,10 +20,16 @@ def test_unpack_inverts_pack(name, shape, seed):
     assert data.size == f.nbytes(*shape)
     back, s = plain.unpack(f, data, *shape)
     assert np.array_equal(back, values)
-    assert (s is None) == (scales is None) and (s is None or np.array_equal(s, scales))
+    if f.coded:
+        codes.check(f, values, scales)
+        assert np.array_equal(codes.values(f, back, s), codes.values(f, values, scales))
+    else:
+        assert (s is None) == (scales is None) and (s is None or np.array_equal(s, scales))
 
 
-@pytest.mark.parametrize(("name", "bound"), [("f32", 0.0), ("bf16", 2.5e-3), ("int8_g32", 8e-3), ("int4_g32", 0.083)])
+@pytest.mark.parametrize(("name", "bound"), [("f32", 0.0), ("bf16", 2.5e-3), ("int8_g32", 8e-3), ("int4_g32", 0.083), ("f16", 3e-4), ("mxfp4", 0.13),
+                                               ("nvfp4", 0.1), ("int4_g64z", 0.1), ("int4_g32z", 0.083), ("q8_0", 6e-3), ("int8_g64", 7e-3), ("int8_g64z", 6e-3),
+                                               ("fp8", 0.027), ("q4_k", 0.083), ("q5_k", 0.04), ("q6_k", 0.022)])
 def test_quantization_error_is_that_of_the_format(name, bound):
     w = np.random.default_rng(0).standard_normal((96, 320)).astype(np.float32)
     store = ExpertStore(name, 1, 320, 96)
@@ -36,10 +42,10 @@ def test_quantization_error_is_that_of_the_format(name, bound):
 def test_int8_codes_and_bf16_scales_are_kept_exactly():
     rng = np.random.default_rng(1)
     store = ExpertStore("int8_g32", 2, 72, 40)
-    codes = rng.integers(-128, 128, (40, 72), dtype=np.int8)
+    q = rng.integers(-128, 128, (40, 72), dtype=np.int8)
     scales = plain.bf16_to_f32(plain.f32_to_bf16(rng.standard_normal((40, 3)).astype(np.float32)))
-    store.put_exact(1, "up", codes, scales)
-    assert np.array_equal(store.dequantize(1, "up"), codes.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, axis=1)[:, :72])
+    store.put_exact(1, "up", q, scales)
+    assert np.array_equal(store.dequantize(1, "up"), q.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, axis=1)[:, :72])
     assert not store.record(0).any() and not store.section(1, "gate").any()
 
 
@@ -94,7 +100,7 @@ def test_packing_kernels_store_what_the_twin_chooses(name, tag, shape):
         values, _scales = plain.unpack(store.format, got, rows if which == "gate" else hidden, m.shape[1])
         rest = plain.dequantize(store.format, got, rows if which == "gate" else hidden, m.shape[1])[m.shape[0]:]
         assert not rest.any()
-        if name in ("f32", "bf16"):
+        if name in ("f32", "bf16", "f16") or FORMATS[name].coded:
             assert np.array_equal(got[:full.size], full)
         else:                                        # sums in another order may choose another of two equal candidates
             assert (values[:m.shape[0]] != want[0]).mean() < 0.02
@@ -123,6 +129,48 @@ def test_rows_of_a_larger_matrix_are_packed_in_place():
     assert np.array_equal(a.record(0), b.record(0))
 
 
+def put_exact(store, which, values, scales):
+    if store.format.coded:
+        store.put_exact(0, which, values, **scales)
+    else:
+        store.put_exact(0, which, values, scales)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4_g64z", "q4_k"])
+def test_pairs_of_nibbles_are_stored_as_the_codes_they_hold(name):
+    one, two = ExpertStore(name, 1, 130, 34), ExpertStore(name, 1, 130, 34)
+    values, fields = plain.quantize(one.format, np.random.default_rng(8).standard_normal((34, 130)).astype(np.float32))
+    one.put_exact(0, "up", values, **fields)
+    two.put_exact(0, "up", values[:, ::2] | values[:, 1::2] << 4, **fields)
+    assert np.array_equal(one.buffer, two.buffer) and one.section(0, "up").any()
+
+
+def test_groups_of_files_may_span_several_of_a_tiles_own():
+    rng = np.random.default_rng(9)
+    store = ExpertStore("int4_g64z", 1, 512, 32)
+    values, scales, zeros = (rng.integers(0, 16, (32, 512), np.uint8), rng.standard_normal((32, 4)).astype(np.float32), rng.integers(0, 17, (32, 4), np.uint8))
+    store.put_exact(0, "up", values, scales, zeros=zeros)
+    want = (values - np.repeat(zeros.astype(np.float64), 128, 1)) * np.repeat(scales.astype(np.float64), 128, 1)
+    assert np.array_equal(store.dequantize(0, "up"), want)
+    store.put_exact(0, "up", values, scales[:, :1], zeros=zeros[:, :1])
+    assert np.array_equal(store.dequantize(0, "up"), (values.astype(np.float64) - zeros[:, :1]) * scales[:, :1])
+
+
+@pytest.mark.parametrize(("name", "change", "words"), [
+    ("mxfp4", {"scales": np.full((32, 2), 255, np.uint8)}, "scales: NaN"), ("mxfp4", {"codes": np.full((32, 64), 16, np.uint8)}, "codes: above 15"),
+    ("mxfp4", {"scales": np.zeros((32, 3), np.uint8)}, "scales: shape"), ("mxfp4", {"zeros": np.zeros((32, 2), np.uint8)}, "fields: "),
+    ("fp8", {"codes": np.full((32, 64), 0xFF, np.uint8)}, "codes: NaN"), ("fp8", {"scales": np.full((32, 1), np.inf, np.float32)}, "scales: NaN"),
+    ("q4_k", {"minimums": np.full((32, 2), 64, np.uint8)}, "above 63"), ("q8_0", {"scales": np.full((32, 2), 1.0001, np.float32)}, "keeps fp16"),
+    ("q8_0", {"codes": np.zeros((32, 64), np.uint8)}, "codes: uint8"),
+])
+def test_codes_and_fields_that_mean_nothing_are_named(name, change, words):
+    store = ExpertStore(name, 1, 64, 32)
+    values, fields = plain.quantize(store.format, np.zeros((32, 64), np.float32))
+    given = {"codes": values, **fields} | change
+    with pytest.raises(ValueError, match=words):
+        store.put_exact(0, "up", **given)
+
+
 @pytest.mark.parametrize("name", list(FORMATS))
 @pytest.mark.parametrize("shape", [(32, 64), (40, 72), (3, 130), (17, 31)])
 def test_exact_repacks_write_the_twins_bytes(name, shape):
@@ -132,7 +180,7 @@ def test_exact_repacks_write_the_twins_bytes(name, shape):
     store.buffer[:] = 0xAB
     for which in ("gate", "up", "down"):
         values, scales = plain.quantize(store.format, rng.standard_normal(store.shape(which)).astype(np.float32))
-        store.put_exact(0, which, values, scales)
+        put_exact(store, which, values, scales)
         got, want = store.section(0, which), plain.pack(store.format, values, scales).reshape(-1)
         assert np.array_equal(got[:want.size], want)
         rows, cols = store.shape(which)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_kernels import ExpertStore
+from cpu_kernels import FORMATS, ExpertStore
 from cpu_kernels import plain as twins
 from hetero.arch import spec
 from hetero.gpu import attention, experts, few, linear, mailbox, norm, plain, rope, router
@@ -275,6 +275,7 @@ def test_eight_bit_products_equal_those_with_the_dequantized_matrix(T, N, K):
 EXPERTS = [
     ("int4_g32", spec.Act(), True, False, "output"), ("int8_g32", spec.Act(), True, False, "output"), ("bf16", spec.Act(), True, False, "input"),
     ("f32", spec.Act("silu", 1.702, 7.0, 1.0), True, True, "output"), ("int4_g32", spec.Act("relu2"), False, False, "output"),
+    *(pytest.param(f, spec.Act(), True, False, "output", marks=[] if f in ("mxfp4", "q6_k") else pytest.mark.slow) for f in FORMATS if FORMATS[f].code > 3),
 ]
 
 
