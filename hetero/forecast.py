@@ -13,9 +13,10 @@ from hetero.memory import plan as plans
 from hetero.memory.cost import Machine
 from hetero.options import Options
 from hetero.weights import dialects
+from hetero.weights.integers import kept_in
 from hetero.weights.source import Source, open_source, read_config
 
-BY_METHOD = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "modelopt": "nvfp4"}
+BY_METHOD = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4_g64z", "modelopt": "nvfp4"}
 
 
 def arriving(config: Mapping[str, Any]) -> str:
@@ -23,12 +24,16 @@ def arriving(config: Mapping[str, Any]) -> str:
     quant = dialects.quantization(config)
     method = quant.get("quant_method", "modelopt") if quant else ""
     if method == "gptq":
-        return f"int{quant.get('bits', 4)}"
+        bits, size = quant.get("bits", 4), quant.get("group_size", 128)
+        groups = 1 if size == -1 else (1 << 14) // size
+        return (not quant.get("desc_act") and kept_in(bits, 1 << 14, groups, not quant.get("sym", False), "F16")) or f"int{bits}"
     if method == "compressed-tensors":
         for group in (quant.get("config_groups") or {}).values():
             weights = group.get("weights") or {}
             kind, bits, size = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("group_size")
-            return f"fp{bits}" if kind == "float" else f"int{bits}_g{size}" if size else f"int{bits}"
+            if kind == "float":
+                return "fp8" if bits == 8 else "mxfp4" if size == 32 else "nvfp4"
+            return kept_in(bits, 1 << 14, (1 << 14) // size if size and size > 0 else 1, not weights.get("symmetric", True), "BF16") or f"int{bits}"
     if method == "modelopt" and "FP8" in str(quant.get("quant_algo")):
         return "fp8"
     return BY_METHOD.get(method, "bf16")
@@ -55,6 +60,6 @@ def forecast(name: str | None, options: Options, config_only: bool = False) -> t
         comes = arriving(source.config)
     else:
         checkpoint = open_weights(source, model, skeleton)
-        comes = [checkpoint.expert_format(l) for l in model.moe_layers] or "bf16"
+        comes = [checkpoint.expert_kept(l) or checkpoint.expert_format(l) for l in model.moe_layers] or "bf16"
         checkpoint.close()
     return plans.plan(model, machine, options, comes), machine

@@ -70,7 +70,7 @@ class LLM:
         if self.options.device != "cpu" and (trouble := machines.gpu_trouble()):
             raise UnusableHardware(trouble[0], f"{trouble[1]}; or --device cpu")
         self.machine = machines.this_machine(self.options.cache_dir, self.options.device)
-        arriving = [self.weights.expert_format(l) for l in self.model.moe_layers]
+        arriving = [self.weights.expert_kept(l) or self.weights.expert_format(l) for l in self.model.moe_layers]
         self.plan = plans.plan(self.model, self.machine, self.options, arriving or "bf16")
         if not self.plan.fits:
             raise DoesNotFit(f"{self.name} {self.plan.shortfall}", "; or ".join(self.plan.changes))

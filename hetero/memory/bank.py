@@ -6,7 +6,7 @@ A layer keeps what arrived exactly when its format can: codes are repacked, neve
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 import cpu_kernels
-from cpu_kernels import FORMATS, ExpertStore
+from cpu_kernels import FORMATS, ExpertStore, codes
 from hetero.arch.spec import Model, MoE
 from hetero.errors import BadCheckpoint, BadOption
 from hetero.memory import packed
@@ -26,7 +26,9 @@ from hetero.weights.dummy import Dummy
 from hetero.weights.reading import Codes, Floats
 from hetero.weights.stored import to_f32
 
+ROUNDING = 1e-6                          # what two orders of float32 arithmetic differ by on the same codes
 SCRATCH_BYTES = 256 << 20                # of all packing threads together
+SIGNED = ("int8_g32", "int4_g32")       # formats whose codes a file gives as integers times scales
 TAGS = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 
 
@@ -36,6 +38,7 @@ class Weights(Protocol):
     model: Model
 
     def expert_format(self, layer: int) -> str: ...
+    def expert_kept(self, layer: int) -> str: ...
     def expert_bits(self, layer: int) -> int: ...
     def expert(self, layer: int, expert: int) -> ExpertWeights: ...
     def expert_biases(self, layer: int) -> dict[str, np.ndarray] | None: ...
@@ -52,7 +55,7 @@ class Origin:
     error: float
 
     def __str__(self) -> str:
-        said = "exact" if self.kept and not self.error else f"{'codes kept, ' if self.kept else ''}error {self.error:.1e}"
+        said = "exact" if self.kept and self.error < ROUNDING else f"{'codes kept, ' if self.kept else ''}error {self.error:.1e}"
         return f"{self.arrived} -> {self.format}, {said}"
 
 
@@ -75,14 +78,14 @@ def choose_format(arrived: str, bits: int, asked: str) -> str:
         raise BadOption(f"expert_format = {asked!r}", f"one of: auto, {', '.join(FORMATS)}")
     if asked != "auto":
         return asked
-    if arrived in FORMATS and arrived not in ("f32", "bf16"):
+    if arrived in FORMATS and FORMATS[arrived].bits < 16:
         return arrived
     return "int8_g32" if 4 < bits <= 8 else "int4_g32"
 
 
 def formats(weights: Weights, asked: str = "auto") -> dict[int, str]:
     """The packed format of each routed layer."""
-    return {l: choose_format(weights.expert_format(l), weights.expert_bits(l), asked) for l in weights.model.moe_layers}
+    return {l: choose_format(weights.expert_kept(l) or weights.expert_format(l), weights.expert_bits(l), asked) for l in weights.model.moe_layers}
 
 
 def moe(model: Model, layer: int) -> MoE:
@@ -199,19 +202,21 @@ def put(store: ExpertStore, e: int, weights: ExpertWeights) -> bool:
             floats = {name: Floats("f32", to_f32(w.data, TAGS[w.tag])) for name, w in floats.items()}
         gate = floats.get("gate")
         store.put(e, None if gate is None else gate.data, floats["up"].data, floats["down"].data, tags.pop() if len(tags) == 1 else "f32")
-    for name, (codes, scales) in exact.items():
-        store.put_exact(e, name, codes, scales)
+    for name, (given_codes, scales, more) in exact.items():
+        store.put_exact(e, name, given_codes, scales, **more)
     return len(exact) == len(given)
 
 
-def keep(format: str, w: Floats | Codes) -> tuple[np.ndarray, np.ndarray | None] | None:
-    """Codes and scales as `put_exact` wants them, None when this format cannot hold what arrived."""
+def keep(format: str, w: Floats | Codes) -> tuple[np.ndarray, np.ndarray | None, Mapping[str, np.ndarray]] | None:
+    """Codes, scales and more as `put_exact` wants them, None when this format cannot hold what arrived."""
     if isinstance(w, Floats):
-        return (w.data, None) if w.tag == format else None
+        return (w.data, None, {}) if w.tag == format else None
+    if w.format not in SIGNED:
+        return (w.codes, w.scales, w.more) if w.format == format else None
     if format == "int8_g32":
-        return w.codes, rounded(w.scales, format)
-    if format == "int4_g32" and int(w.codes.min()) >= -8 and int(w.codes.max()) <= 7 and np.array_equal(rounded(w.scales, format), w.scales):
-        return (w.codes + np.int8(8)).view(np.uint8), w.scales
+        return w.codes, rounded(w.scales, format), {}
+    if format == "int4_g32" and int(w.codes.min()) >= -8 and int(w.codes.max()) <= 7 and np.isfinite(scales := rounded(w.scales, format)).all():
+        return (w.codes + np.int8(8)).view(np.uint8), scales, {}
     return None
 
 
@@ -228,6 +233,9 @@ def dequantize(w: Floats | Codes) -> np.ndarray:
     """float32 [N, K]"""
     if isinstance(w, Floats):
         return to_f32(w.data, TAGS[w.tag])
+    if w.format not in SIGNED:
+        q = np.stack([w.codes & 15, w.codes >> 4], -1).reshape(len(w.codes), -1) if w.pairs else w.codes
+        return codes.values(FORMATS[w.format], q, {"scales": w.scales, **w.more}).astype(np.float32)
     return (w.codes.astype(np.float32).reshape(len(w.codes), -1, 32) * w.scales[:, :, None]).reshape(w.codes.shape)
 
 
@@ -288,7 +296,7 @@ def packing_version() -> str:
     """A hash of the code that lays out and quantizes: bytes packed by other code are not these bytes."""
     h = hashlib.sha256()
     root = Path(cpu_kernels.__file__).parent
-    for path in sorted([*root.glob("rows/*.py"), *(root / n for n in ("formats.py", "pack.py", "plain.py", "store.py"))]):
+    for path in sorted([*root.glob("rows/*.py"), *(root / n for n in ("formats.py", "codes.py", "pack.py", "plain.py", "store.py"))]):
         if path.exists():
             h.update(path.read_bytes())
     return h.hexdigest()[:16]

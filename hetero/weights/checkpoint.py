@@ -108,6 +108,11 @@ class Checkpoint:
         """What the experts of this layer arrive in ("bf16", "int8_g32", "gptq_int4_g128", "q4_k", …); "a+b" when its matrices differ."""
         return "+".join(sorted({r.format for r in self.expert_readings(layer, 0)}))
 
+    def expert_kept(self, layer: int) -> str:
+        """The kernel format that keeps the experts of this layer exactly; "" when none does, or not the same one all of its matrices."""
+        kept = {r.keeps for r in self.expert_readings(layer, 0)}
+        return kept.pop() if len(kept) == 1 else ""
+
     def expert_bits(self, layer: int) -> int:
         """Bits per weight of the widest of this layer's matrices, scales left out."""
         return max(r.bits for r in self.expert_readings(layer, 0))

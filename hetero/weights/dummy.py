@@ -41,6 +41,9 @@ class Dummy:
     def expert_format(self, layer: int) -> str:
         return "bf16"
 
+    def expert_kept(self, layer: int) -> str:
+        return ""
+
     def expert_bits(self, layer: int) -> int:
         return 16
 

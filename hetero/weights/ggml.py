@@ -40,8 +40,12 @@ def q4_1(b: np.ndarray) -> np.ndarray:
     return half(b, 0) * pairs(b[:, 4:]) + half(b, 2)
 
 
+def codes_q5_0(b: np.ndarray) -> np.ndarray:
+    return (pairs(b[:, 6:]) | fifth_bits(b, 2)).astype(np.int8) - 16
+
+
 def q5_0(b: np.ndarray) -> np.ndarray:
-    return half(b, 0) * ((pairs(b[:, 6:]) | fifth_bits(b, 2)).astype(np.int8) - 16)
+    return half(b, 0) * codes_q5_0(b)
 
 
 def q5_1(b: np.ndarray) -> np.ndarray:
@@ -88,16 +92,11 @@ def q4_k(b: np.ndarray) -> np.ndarray:
 
 def q5_k(b: np.ndarray) -> np.ndarray:
     scale, least = scales_k4(b[:, 4:16])
-    high = (b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1
-    q = halves_of_64(b[:, 48:]) | high << 4
-    return ((half(b, 0) * scale)[:, :, None] * q - (half(b, 2) * least)[:, :, None]).reshape(-1, 256)
+    return ((half(b, 0) * scale)[:, :, None] * codes_q5_k(b) - (half(b, 2) * least)[:, :, None]).reshape(-1, 256)
 
 
 def q6_k(b: np.ndarray) -> np.ndarray:
-    halves = b[:, :128].reshape(-1, 2, 1, 64)
-    low = np.concatenate([halves & 15, halves >> 4], 2).reshape(-1, 8, 32)
-    high = (b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)) & 3
-    q = (low | high.reshape(-1, 8, 32) << 4).astype(np.int8) - 32
+    q = codes_q6_k(b).astype(np.int8) - 32
     scale = half(b, 208) * b[:, 192:208].view(np.int8)
     return (scale[:, :, None] * q.reshape(-1, 16, 16)).reshape(-1, 256)
 
@@ -122,35 +121,60 @@ def q3_k(b: np.ndarray) -> np.ndarray:
     return (scale[:, :, None] * q).reshape(-1, 256)
 
 
-def codes_of(read: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]) -> Callable[[np.ndarray, int], Codes]:
-    def codes(b: np.ndarray, rows: int) -> Codes:
-        q, scale = read(b)
-        return Codes("int8_g32", np.ascontiguousarray(q.reshape(rows, -1)), np.ascontiguousarray(scale.reshape(rows, -1)))
+Kept = tuple[str, Callable[[np.ndarray, int], Codes]]
 
-    return codes
+
+def kept(format: str, read: Callable[[np.ndarray], dict[str, np.ndarray]]) -> Kept:
+    """(kernel format, blocks of some rows -> Codes) from what `read` finds in blocks: codes, scales and more, a row of numbers per block."""
+    def codes(b: np.ndarray, rows: int) -> Codes:
+        found = {k: np.ascontiguousarray(v.reshape(rows, -1)) for k, v in read(b).items()}
+        return Codes(format, found.pop("codes"), found.pop("scales"), found)
+
+    return format, codes
+
+
+def super_k(b: np.ndarray, q: np.ndarray) -> dict[str, np.ndarray]:
+    scale, least = scales_k4(b[:, 4:16])
+    return {"codes": q, "scales": scale, "minimums": least, "supers": half(b, 0), "least": half(b, 2)}
+
+
+def codes_q5_k(b: np.ndarray) -> np.ndarray:
+    return halves_of_64(b[:, 48:]) | ((b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1) << 4
+
+
+def codes_q6_k(b: np.ndarray) -> np.ndarray:
+    halves = b[:, :128].reshape(-1, 2, 1, 64)
+    low = np.concatenate([halves & 15, halves >> 4], 2).reshape(-1, 8, 32)
+    high = (b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)) & 3
+    return low | high.reshape(-1, 8, 32) << 4
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block type: ggml's number, weights and bytes per block, bits (scales left out), its floats, its codes when int8 with scales holds them."""
+    """A block type: ggml's number, weights and bytes per block, bits (scales left out), its floats, a kernel format that keeps it exactly."""
 
     number: int
     weights: int
     nbytes: int
     bits: int
     floats: Callable[[np.ndarray], np.ndarray]
-    codes: Callable[[np.ndarray, int], Codes] | None = None
+    kept: Kept | None = None
 
 
 BLOCKS: dict[str, Block] = {
-    "Q4_0": Block(2, 32, 18, 4, q4_0, codes_of(lambda b: (pairs(b[:, 2:]).astype(np.int8) - 8, half(b, 0)))),
-    "Q4_1": Block(3, 32, 20, 4, q4_1), "Q5_0": Block(6, 32, 22, 5, q5_0, codes_of(
-        lambda b: ((pairs(b[:, 6:]) | fifth_bits(b, 2)).astype(np.int8) - 16, half(b, 0)))),
-    "Q5_1": Block(7, 32, 24, 5, q5_1), "Q8_0": Block(8, 32, 34, 8, q8_0, codes_of(lambda b: (b[:, 2:].view(np.int8), half(b, 0)))),
-    "Q2_K": Block(10, 256, 84, 2, q2_k), "Q3_K": Block(11, 256, 110, 3, q3_k), "Q4_K": Block(12, 256, 144, 4, q4_k),
-    "Q5_K": Block(13, 256, 176, 5, q5_k), "Q6_K": Block(14, 256, 210, 6, q6_k),
-    "IQ4_NL": Block(20, 32, 18, 4, iq4_nl, codes_of(lambda b: (IQ4[pairs(b[:, 2:])], half(b, 0)))), "IQ4_XS": Block(23, 256, 136, 4, iq4_xs),
-    "MXFP4": Block(39, 32, 17, 4, mxfp4, codes_of(lambda b: (TWICE[pairs(b[:, 1:])], E8M0[b[:, :1]] * np.float32(0.5)))),
+    "Q4_0": Block(2, 32, 18, 4, q4_0, kept("int4_g32", lambda b: {"codes": pairs(b[:, 2:]).astype(np.int8) - 8, "scales": half(b, 0)})),
+    "Q4_1": Block(3, 32, 20, 4, q4_1),
+    "Q5_0": Block(6, 32, 22, 5, q5_0, kept("q8_0", lambda b: {"codes": codes_q5_0(b), "scales": half(b, 0)})),
+    "Q5_1": Block(7, 32, 24, 5, q5_1),
+    "Q8_0": Block(8, 32, 34, 8, q8_0, kept("q8_0", lambda b: {"codes": b[:, 2:].view(np.int8), "scales": half(b, 0)})),
+    "Q2_K": Block(10, 256, 84, 2, q2_k), "Q3_K": Block(11, 256, 110, 3, q3_k),
+    "Q4_K": Block(12, 256, 144, 4, q4_k, kept("q4_k", lambda b: super_k(b, halves_of_64(b[:, 16:])))),
+    "Q5_K": Block(13, 256, 176, 5, q5_k, kept("q5_k", lambda b: super_k(b, codes_q5_k(b)))),
+    "Q6_K": Block(14, 256, 210, 6, q6_k, kept("q6_k", lambda b: {
+        "codes": codes_q6_k(b), "scales": b[:, 192:208].view(np.int8), "supers": half(b, 208)})),
+    "IQ4_NL": Block(20, 32, 18, 4, iq4_nl, kept("q8_0", lambda b: {"codes": IQ4[pairs(b[:, 2:])], "scales": half(b, 0)})),
+    "IQ4_XS": Block(23, 256, 136, 4, iq4_xs),
+    "MXFP4": Block(39, 32, 17, 4, mxfp4, kept("mxfp4", lambda b: {"codes": pairs(b[:, 1:]), "scales": b[:, :1]})),
 }
 PLAIN_TYPES = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
 BY_NUMBER = {block.number: name for name, block in BLOCKS.items()} | PLAIN_TYPES
@@ -191,6 +215,6 @@ def blocks(place: Place, shape: tuple[int, ...], _: dict) -> Reading | None:
     def split(p: Parts) -> np.ndarray:
         return np.ascontiguousarray(p["weight"]).reshape(-1, block.nbytes)
 
-    keep = block.codes
+    name, codes = block.kept or ("", None)
     return Reading(w.stored.dtype.lower(), block.bits, shape, {"weight": w}, lambda p: block.floats(split(p)).reshape(shape),
-                   None if keep is None else lambda p: keep(split(p), shape[0]))
+                   None if codes is None else lambda p: codes(split(p), shape[0]), name)

@@ -4,11 +4,13 @@ compressed-tensors: https://github.com/vllm-project/compressed-tensors (compress
 the input; AWQ: qweight [K, N / n] along the output, nibbles in the order 0 2 4 6 1 3 5 7.
 """
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 
 from hetero.errors import BadCheckpoint, UnsupportedModel
-from hetero.weights.layout import Place
-from hetero.weights.reading import Codes, Parts, Reading
+from hetero.weights.layout import Piece, Place
+from hetero.weights.reading import Codes, Floats, Parts, Reading
 from hetero.weights.stored import to_f32
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)     # where output column i % 8 lies in its word
@@ -24,16 +26,59 @@ def unpack(words: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | Non
     return np.moveaxis(codes, -1, axis + 1).reshape(*(s * (len(shifts) if i == axis else 1) for i, s in enumerate(words.shape)))
 
 
-def scaled(codes: np.ndarray, scales: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
-    """float32 [N, K]: codes [N, K] times scales [N, G] of equal groups, or of group groups[k]."""
+Integers = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]       # signed codes, scales, zeros, groups out of order
+
+
+def reading_of(name: str, bits: int, shape: tuple[int, ...], parts: Mapping[str, Piece], integers: Callable[[Parts], Integers],
+               keeps: str) -> Reading:
+    """The reading of integers: exact in the kernel format `keeps` where what is found fits into it."""
+    def exact(p: Parts) -> Codes | Floats:
+        codes, scales, zeros, groups = integers(p)
+        made = codes_for(keeps, codes, scales, zeros) if groups is None else None
+        return Floats("f32", scaled(codes, scales, zeros, groups)) if made is None else made
+
+    return Reading(name, bits, shape, parts, lambda p: scaled(*integers(p)), exact if keeps else None, keeps)
+
+
+def scaled(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, groups: np.ndarray | None) -> np.ndarray:
+    """float32 [N, K]: codes [N, K] less zeros, times scales [N, G], of equal groups, or of group groups[k]."""
+    if zeros is not None:
+        codes = codes - (zeros[:, groups] if groups is not None else np.repeat(zeros, codes.shape[1] // zeros.shape[1], 1))
     if groups is not None:
         return codes.astype(np.float32) * scales[:, groups]
     N, K = codes.shape
     return (codes.astype(np.float32).reshape(N, scales.shape[1], -1) * scales[:, :, None]).reshape(N, K)
 
 
-def per_32(codes: np.ndarray, scales: np.ndarray) -> Codes:
-    return Codes("int8_g32", codes, np.ascontiguousarray(np.repeat(scales, codes.shape[1] // 32 // scales.shape[1], 1)))
+def kept_in(bits: int, K: int, G: int, zeros: bool, scale: str) -> str:
+    """The kernel format that keeps groups of K / G columns exactly, "" when none does. Symmetric 16-bit scales stay per 32 (bfloat16 ones are
+    fp16 too from 2^-17 on); `zeros`: there are zero points."""
+    if K % G or (K // G) % 32:
+        return ""
+    wide = (K // G) % 64 == 0
+    if bits <= 4:
+        return "int4_g32" if not zeros and scale in ("F16", "BF16") else "int4_g64z" if wide else "int4_g32z"
+    if wide:
+        return "int8_g64z" if zeros else "int8_g64"
+    return "" if zeros else "q8_0" if scale == "F16" else "int8_g32"
+
+
+def codes_for(format: str, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> Codes | None:
+    """Signed codes [N, K] (value = scale · (code − zero)) as `format` has them, None when they do not fit. scales, zeros [N, G]."""
+    if format in ("int4_g32", "int8_g32"):
+        if zeros is not None:
+            codes = codes - np.repeat(zeros, codes.shape[1] // zeros.shape[1], 1)
+        return Codes(format, codes.astype(np.int8), np.ascontiguousarray(np.repeat(scales, codes.shape[1] // 32 // scales.shape[1], 1)))
+    if not format.endswith("z"):
+        return Codes(format, codes.astype(np.int8), scales)
+    zeros = np.zeros(scales.shape, np.int16) if zeros is None else zeros
+    kind: type = np.int8
+    if format.startswith("int4"):
+        codes, zeros, kind = codes + 8, zeros + 8, np.uint8
+        fits = codes.min() >= 0 and codes.max() <= 15 and zeros.min() >= 0 and zeros.max() <= 255
+    else:
+        fits = zeros.min() >= -128 and zeros.max() <= 127
+    return Codes(format, codes.astype(kind), scales, {"zeros": np.ascontiguousarray(zeros).astype(kind)}) if fits else None
 
 
 def group_name(bits: int, K: int, G: int) -> str:
@@ -66,25 +111,22 @@ def compressed_int(place: Place, shape: tuple[int, ...], _: dict) -> Reading | N
     G = group_count(place, parts["weight_scale"].shape, K, indexed)
     zero_packed = "weight_zero_point" in parts and parts["weight_zero_point"].stored.dtype == "I32"
 
-    def integers(p: Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def integers(p: Parts) -> Integers:
         half = 1 << (bits - 1)
         codes = unpack(p["weight_packed"], bits, 1)[:, :K].astype(np.int16) - half if packed else p["weight"].astype(np.int16)
         groups = p["weight_g_idx"].astype(np.int64) if indexed else None
         if groups is not None and (groups.min() < 0 or groups.max() >= G):
             raise BadCheckpoint(f"{place.stem}.weight_g_idx: a group outside 0..{G - 1}")
+        zeros = None
         if "weight_zero_point" in p:
             zero = p["weight_zero_point"]
             zeros = unpack(zero, bits, 0)[:N].astype(np.int16) - half if zero_packed else zero.astype(np.int16).reshape(-1, G)
-            codes = codes - (zeros[:, groups] if groups is not None else np.repeat(np.broadcast_to(zeros, (N, G)), K // G, 1))
+            zeros = np.broadcast_to(zeros, (N, G))
         scales = to_f32(p["weight_scale"], parts["weight_scale"].stored.dtype).reshape(-1, G)
-        return codes, np.ascontiguousarray(np.broadcast_to(scales, (N, G))), groups
+        return codes, np.ascontiguousarray(np.broadcast_to(scales, (N, G))), zeros, groups
 
-    def exact(p: Parts) -> Codes:
-        codes, scales, _ = integers(p)
-        return per_32(codes.astype(np.int8), scales)
-
-    keeps = not indexed and K % 32 == 0 and (K // G) % 32 == 0 and (bits < 8 or "weight_zero_point" not in parts)
-    return Reading(group_name(bits, K, G), bits, shape, parts, lambda p: scaled(*integers(p)), exact if keeps else None)
+    keeps = "" if indexed else kept_in(bits, K, G, "weight_zero_point" in parts, parts["weight_scale"].stored.dtype)
+    return reading_of(group_name(bits, K, G), bits, shape, parts, integers, keeps)
 
 
 def gptq_or_awq(place: Place, shape: tuple[int, ...], quant: dict) -> Reading | None:
@@ -111,20 +153,17 @@ def gptq_or_awq(place: Place, shape: tuple[int, ...], quant: dict) -> Reading | 
     add = 0 if awq or quant.get("checkpoint_format") == "gptq_v2" else 1
     order = AWQ_ORDER if awq else None
 
-    def integers(p: Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        codes = unpack(p["qweight"], bits, 1 if awq else 0, order).astype(np.int16)          # [K, N]
-        zeros = unpack(p["qzeros"], bits, 1, order).astype(np.int16) + add                   # [G, N]
+    def integers(p: Parts) -> Integers:
+        half = 1 << (bits - 1)
+        codes = unpack(p["qweight"], bits, 1 if awq else 0, order).astype(np.int16) - half   # [K, N]
+        zeros = unpack(p["qzeros"], bits, 1, order).astype(np.int16) + (add - half)          # [G, N]
         groups = p["g_idx"].astype(np.int64) if "g_idx" in p else np.arange(K) // (K // G)
         if groups.min() < 0 or groups.max() >= G:
             raise BadCheckpoint(f"{place.stem}.g_idx: a group outside 0..{G - 1}")
         ordered = K % G == 0 and np.array_equal(groups, np.arange(K) // (K // G))
         scales = np.ascontiguousarray(to_f32(p["scales"], parts["scales"].stored.dtype).T)
-        return np.ascontiguousarray((codes - zeros[groups]).T), scales, None if ordered else groups
+        return np.ascontiguousarray(codes.T), scales, np.ascontiguousarray(zeros.T), None if ordered else groups
 
-    def exact(p: Parts) -> Codes:
-        codes, scales, _ = integers(p)
-        return per_32(codes.astype(np.int8), scales)
-
-    keeps = bits < 8 and (awq or not quant.get("desc_act", "g_idx" in parts)) and K % G == 0 and K % 32 == 0 and (K // G) % 32 == 0
-    name = f"{'awq' if awq else 'gptq'}_{group_name(bits, K, G)}"
-    return Reading(name, bits, shape, parts, lambda p: scaled(*integers(p)), exact if keeps else None)
+    in_order = awq or not quant.get("desc_act", "g_idx" in parts)
+    keeps = kept_in(bits, K, G, awq or not quant.get("sym", False), parts["scales"].stored.dtype) if in_order else ""
+    return reading_of(f"{'awq' if awq else 'gptq'}_{group_name(bits, K, G)}", bits, shape, parts, integers, keeps)

@@ -58,7 +58,13 @@ def fp8(place: Place, shape: tuple[int, ...], quant: dict) -> Reading | None:
         scales = to_f32(p[kind], "F8_E8M0" if scale.stored.dtype == "U8" else scale.stored.dtype).reshape(grid)
         return to_f32(p["weight"], w.stored.dtype) * spread(spread(scales, rows, N, 0), cols, K, 1)
 
-    return Reading(name, 8, shape, {"weight": w, kind: scale}, dequantize)
+    def exact(p: Parts) -> Codes:
+        scales = to_f32(p[kind], "F8_E8M0" if scale.stored.dtype == "U8" else scale.stored.dtype).reshape(grid)
+        return Codes("fp8", p["weight"], spread(scales, rows, N, 0) if cols >= K else spread(spread(scales, rows, N, 0), cols, K, 1)[:, ::64])
+
+    name += "_e5m2" * (w.stored.dtype == "F8_E5M2")
+    keeps = w.stored.dtype == "F8_E4M3" and (cols >= K or cols % 64 == 0)
+    return Reading(name, 8, shape, {"weight": w, kind: scale}, dequantize, exact if keeps else None, "fp8" if keeps else "")
 
 
 def block_size(quant: dict) -> tuple[int, int]:
@@ -87,7 +93,7 @@ def fp4(place: Place, shape: tuple[int, ...], _: dict) -> Reading | None:
     if group == 32:
         if scale.stored.dtype not in ("U8", "F8_E8M0"):
             raise BadCheckpoint(f"{place.stem}: scales per 32 are {scale.stored.dtype}, MXFP4 has E8M0")
-        return Reading("mxfp4", 4, shape, parts, mx_floats, mx_codes)
+        return Reading("mxfp4", 4, shape, parts, mx_floats, mx_codes, "mxfp4")
     overall = next(((k, f) for k, f in OVERALL if k in place.parts), None)
     if overall is None or scale.stored.dtype != "F8_E4M3":
         raise BadCheckpoint(f"{place.stem}: NVFP4 needs E4M3 scales per 16 and weight_global_scale or weight_scale_2")
@@ -99,7 +105,10 @@ def fp4(place: Place, shape: tuple[int, ...], _: dict) -> Reading | None:
         scales = to_f32(p["scales"], "F8_E4M3") * turn(np.float32(p["overall"].reshape(-1)[0]))
         return (nibbles(p["packed"], np.float32).reshape(N, -1, 16) * scales[:, :, None]).reshape(N, K)
 
-    return Reading("nvfp4", 4, shape, parts | {"overall": place.parts[key]}, dequantize)
+    def exact(p: Parts) -> Codes:
+        return Codes("nvfp4", p["packed"], p["scales"], {"overall": turn(np.float32(p["overall"].reshape(-1)[0])).reshape(1)}, True)
+
+    return Reading("nvfp4", 4, shape, parts | {"overall": place.parts[key]}, dequantize, exact, "nvfp4")
 
 
 OVERALL: tuple[tuple[str, Callable[[np.float32], np.float32]], ...] = (
@@ -112,4 +121,4 @@ def mx_floats(p: Parts) -> np.ndarray:
 
 
 def mx_codes(p: Parts) -> Codes:
-    return Codes("int8_g32", nibbles(p["packed"].reshape(p["packed"].shape[0], -1), np.int8), E8M0[p["scales"]] * np.float32(0.5))
+    return Codes("mxfp4", p["packed"].reshape(p["packed"].shape[0], -1), p["scales"], {}, True)

@@ -4,7 +4,7 @@ A Reading is decided from shapes and types alone, before a byte is read. `dequan
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,11 +23,14 @@ class Floats:
 
 @dataclass(frozen=True)
 class Codes:
-    """Integer weights: value[n, k] = scales[n, k // 32] * codes[n, k]. codes int8 [N, K], scales float32 [N, K / 32]."""
+    """Weights as the kernel format `format` keeps them exactly: `codes`, `scales` and `more` are what `cpu_kernels.codes` calls codes and fields.
+    int8_g32 and int4_g32: value[n, k] = scales[n, k // 32] * codes[n, k], codes int8 [N, K], scales float32 [N, K / 32]."""
 
-    format: str                          # the kernel format that keeps them exactly: int8_g32
+    format: str
     codes: np.ndarray
     scales: np.ndarray
+    more: Mapping[str, np.ndarray] = field(default_factory=dict)
+    pairs: bool = False                  # codes are nibbles [N, K / 2], the even column in the low half
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Reading:
     shape: tuple[int, ...]
     parts: Mapping[str, Piece]
     dequantize: Callable[[Parts], np.ndarray]
-    exact: Callable[[Parts], Codes] | None = None
+    exact: Callable[[Parts], Codes | Floats] | None = None
+    keeps: str = ""                      # the kernel format that `exact` is for
 
     @property
     def nbytes(self) -> int:

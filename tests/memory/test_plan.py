@@ -57,13 +57,13 @@ def test_a_small_card_gets_eight_bit_dense_weights_and_a_large_one_keeps_sixteen
     assert make(dense_format="bf16").dense_format == "bf16"
 
 
-@pytest.mark.parametrize(("arriving", "kept"), [("bf16", "int4_g32"), ("f32", "int4_g32"), ("int8_g32", "int8_g32"), ("fp8", "int8_g32")])
+@pytest.mark.parametrize(("arriving", "kept"), [("bf16", "int4_g32"), ("f32", "int4_g32"), ("int8_g32", "int8_g32"), ("fp8", "fp8"), ("fp8_e5m2", "int8_g32"), ("q4_k+q6_k", "int8_g32")])
 def test_experts_are_kept_as_they_arrive_or_in_the_documented_format(arriving, kept):
     assert set(make(arriving=arriving).expert_formats) == {kept}
     assert set(make(arriving=arriving, expert_format="bf16").expert_formats) == {"bf16"}
 
 
-@pytest.mark.parametrize(("arriving", "bits"), [("bf16", 16), ("f32", 32), ("f16", 16), ("int8_g32", 8), ("int4_g32", 4), ("fp8", 8), ("fp8_block128", 8),
+@pytest.mark.parametrize(("arriving", "bits"), [("bf16", 16), ("f32", 32), ("f16", 16), ("int8_g32", 8), ("int4_g32", 4), ("fp8", 8), ("fp8_e5m2", 8), ("fp8_block128", 8),
                                                ("gptq_int4_g128", 4), ("gptq_int8_g128", 8), ("awq_int4_g128", 4), ("mxfp4", 4), ("nvfp4", 4), ("q4_k", 4),
                                                ("q5_k", 5), ("q6_k", 6), ("q8_0", 8), ("q4_k+q6_k", 6)])
 def test_the_plan_and_the_loader_choose_the_same_format(arriving, bits):

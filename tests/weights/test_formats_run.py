@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KEPT = {"ct_int4_g32", "ct_int4_g128", "gptq_g128", "Q8_0", "Q5_0", "Q4_0"}
+REPACKED = {"bf16", "gptq_g64_act_order", "Q6_K", "Q5_K", "Q4_K"}         # K blocks: the embedded model's down is too narrow for them and comes as Q8_0
 NAMES = ["bf16", "ct_int4_g32", "ct_int4_g128", "gptq_g128", "gptq_g64_act_order", "awq_g128", "fp8_block", "fp8_channel", "mxfp4", "nvfp4", "Q8_0", "Q5_0",
          "Q4_0", "MXFP4", "Q6_K", "Q5_K", "Q4_K"]
 
@@ -28,4 +28,4 @@ def test_a_format_answers_as_its_own_weights_do(name, formats, tmp_path):
     got, row = formats.logits(path, "auto", lines)
     kl, top = formats.divergence(own, got)
     assert kl <= (2e-3 if row["packed"] == "int8_g32" or row["kept"] else 5e-2) and top > 0.85
-    assert row["kept"] == (name in KEPT)
+    assert row["kept"] == (name not in REPACKED)

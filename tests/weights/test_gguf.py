@@ -197,7 +197,8 @@ def test_experts_of_each_block_type_are_what_the_library_says(kind, exact, tiny,
         assert np.array_equal(bank.dequantize(getattr(w, part)), worth[f"expert.{part}", 2, 5])
         assert (type(getattr(w, part)).__name__ == "Codes") == exact
     if exact:
-        assert bank.load(c, "int8_g32").filled.origins[0].error < 2e-3
+        origin = bank.load(c).filled.origins[0]
+        assert origin.kept and str(origin).endswith("exact")
 
 
 @pytest.mark.parametrize("kind", list(BLOCKS))
@@ -207,8 +208,10 @@ def test_any_bytes_of_a_block_type_are_read_as_the_library_reads_them(kind):
         want = library.quants.dequantize(raw, library.GGMLQuantizationType[kind])
         assert library.GGMLQuantizationType[kind].value == BLOCKS[kind].number
         assert np.array_equal(BLOCKS[kind].floats(raw), want, equal_nan=True)
-        if BLOCKS[kind].codes is not None:
-            assert np.array_equal(bank.dequantize(BLOCKS[kind].codes(raw, 64)), want, equal_nan=True)
+        if BLOCKS[kind].kept is not None:                 # minimums may be subtracted in another order of rounding
+            got, size = bank.dequantize(BLOCKS[kind].kept[1](raw, 64)), np.abs(np.nan_to_num(want, posinf=0, neginf=0)).max()
+            usable = np.isfinite(want) & (np.abs(want) > 1e-37)
+            assert np.allclose(got[usable], want[usable], rtol=1e-6, atol=1e-7 * size)
 
 
 def embedded_as_metadata():
