@@ -96,7 +96,8 @@ class LLM:
                                 self.machine)
         limits = Limits(plan.max_batch, plan.chunk, options.max_stall_ms / 1e3)
         self.vocab = min(self.tokenizer.size, model.vocab)
-        self.engine = Engine(self.placed.run, self.placed.cache, self.vocab, plan.ctx, self.tokenizer.ends(), limits, seed=options.seed)
+        self.engine = Engine(self.placed.run, self.placed.cache, self.vocab, plan.ctx, self.tokenizer.ends(), limits, seed=options.seed,
+                             residents=self.placed.residents)
         self._inbox: dict[str, deque[Output]] = {}
         self._ids = count()
 

@@ -30,7 +30,7 @@ from cpu_kernels.team import Team
 from hetero.arch import families, tensors
 from hetero.arch.spec import MoE
 from hetero.engine.graphs import Graphs
-from hetero.gpu import driver
+from hetero.gpu import driver, launch
 from hetero.gpu.cuda import Cuda
 from hetero.gpu.ops import Step
 from hetero.memory import bank as banks
@@ -213,7 +213,7 @@ class Bench:
         self.handoff.recover()
         n = 5 * len(self.model.layers)
         rows = [(e.key[:60], e.count / n, e.device_time_total / n) for e in profile.key_averages()]
-        return sorted(rows, key=lambda r: -r[2])[:24]
+        return sorted(rows, key=lambda r: -r[2])[:12]
 
     def measure(self, batch: int, context: int, steps: int, warm: int = 3) -> dict:
         checked = self.check(batch, context) if self.checked else {}
@@ -238,10 +238,10 @@ class Bench:
         if self.slots is not None:
             r = self.slots.residents
             checked = {"slots": r.slots, "hit_rate": r.hit_rate, "swaps_per_step": r.swapped / steps, "cache_bytes": self.slots.nbytes}
-        return checked | {"step_ms": median(wall), "worst_ms": max(wall), "tok_s": batch * 1e3 / median(wall), "cpu_ms": median(busy),
-                          "gpu_ms": alone, "rest_us_per_layer": (median(wall) - median(busy) - alone) * 1e3 / layers,
+        return checked | {"step_ms": median(wall), "worst_ms": max(wall), "tok_s": batch * 1e3 / median(wall), "cpu_ms": float(median(busy)),
+                          "gpu_ms": alone, "rest_us_per_layer": float(median(wall) - median(busy) - alone) * 1e3 / layers,
                           "gpu_us_per_layer": alone * 1e3 / layers,
-                          "cpu_gb_s": routed / median(busy) / 1e6 if batch == 1 else None, "routed_bytes": routed}
+                          "cpu_gb_s": float(routed / median(busy)) / 1e6 if batch == 1 else None, "routed_bytes": routed}
 
 
 def numbers(kind):                      # type: ignore[no-untyped-def]
@@ -265,6 +265,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--prefill", type=numbers(int), default=[], help="chunks to measure")
     p.add_argument("--cache", type=numbers(float), default=[], help="shares of the experts to keep on the GPU, by --routings, at batch 1")
     p.add_argument("--routings", type=lambda s: s.split(","), default=["uniform", "zipf:1.1"])
+    p.add_argument("--early", type=int, default=launch.FEW, help="tokens up to which kernels are brought onto the card early")
     p.add_argument("--overlap", type=int, default=0, help="pairs of steps with and without the shared expert beside the routed ones")
     p.add_argument("--profile", action="store_true", help="kernels by time, and what each kind of handoff costs")
     p.add_argument("--json", type=Path)
@@ -304,7 +305,7 @@ def decode(loaded: Loaded, a: argparse.Namespace, kept: Kept, tag: str) -> None:
                 ceiling = read_ceiling(loaded.team)
                 cell = bench.measure(b, c, a.steps)
                 return cell | {"read_gb_s": ceiling / 1e9, "of_bound": cell["tok_s"] / (ceiling / cell["routed_bytes"]) if b == 1 else None}
-            kept.cell(f"{tag} {a.kind} {a.dense_format} batch {b} context {c}", make)
+            kept.cell(f"{tag} {a.kind} {a.dense_format}{'' if a.early == 64 else f' early {a.early}'} batch {b} context {c}", make)
         if a.profile:
             show(bench.kernels(b))
     print(f"captured in {bench.graphs.capture_s:.1f} s")
@@ -321,15 +322,18 @@ def prefill(loaded: Loaded, a: argparse.Namespace, kept: Kept, tag: str) -> None
 
 def cached(loaded: Loaded, a: argparse.Namespace, kept: Kept, tag: str) -> None:
     """Each share beside no cache under the same routing; the speed-up's bound is 1 / (1 - hit rate)."""
+    for share in [0.0, *a.cache]:
+        keys = {law: f"{tag} cache {share:g} {law}" for law in a.routings}
+        if all(key in kept.cells for key in keys.values()):
+            continue
+        bench = Bench(loaded, 1, 256, 17, share, a.routings[0])
+        for law, key in keys.items():
+            draw_routing(bench.decoder, law, 1)
+            kept.cell(key, lambda bench=bench, share=share: bench.measure(1, 128, 60, 300 if share else 5))
+        del bench
+        gc.collect()
+        torch.cuda.empty_cache()
     for law in a.routings:
-        for share in [0.0, *a.cache]:
-            key = f"{tag} cache {share:g} {law}"
-            if key not in kept.cells:
-                bench = Bench(loaded, 1, 256, 17, share, law)
-                kept.cell(key, lambda bench=bench, share=share: bench.measure(1, 128, 60, 400 if share else 5))
-                del bench
-                gc.collect()
-                torch.cuda.empty_cache()
         plain = kept.cells[f"{tag} cache 0 {law}"]["step_ms"]
         for share in a.cache:
             cell = kept.cells[f"{tag} cache {share:g} {law}"]
@@ -365,6 +369,7 @@ def overlapped(loaded: Loaded, a: argparse.Namespace, kept: Kept, tag: str) -> N
 def main() -> None:
     a = arguments()
     kept, tag = Kept(a.json), f"{a.shape} {a.layers or 'all'}"
+    launch.FEW = a.early
     loaded = Loaded(a)
     machine = {"gpu": torch.cuda.get_device_name(0), "isa": cpu.isa(), "threads": loaded.team.threads, "packed_s": loaded.packed_s}
     with loaded.team.seat():

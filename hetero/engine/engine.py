@@ -22,6 +22,7 @@ from hetero.errors import BadRequest, EngineFailed, HeteroError
 from hetero.gpu.ops import Step
 from hetero.memory.cache import Cache
 from hetero.memory.pages import Pages, Table
+from hetero.memory.residents import Residents
 from hetero.request import Output, Request, TokenLogprob, uniform
 
 
@@ -51,6 +52,8 @@ class Stats:
     worst_gap_s: float = 0.0             # longest step while somebody decoded
     stalls: int = 0                      # steps longer than max_stall_s while somebody decoded
     copied_pages: int = 0
+    expert_asked: int = 0                # of decode steps where experts may live on the GPU: how many were asked for, and found there
+    expert_hits: int = 0
 
 
 class Live:
@@ -77,7 +80,7 @@ class Engine:
     """Requests in, outputs out. `vocab`: the tokenizer's size; `context`: most tokens of a sequence; `eos`: ids that end one."""
 
     def __init__(self, decoder: Decoder, cache: Cache, vocab: int, context: int, eos: Iterable[int], limits: Limits = Limits(),  # noqa: B008
-                 estimate: Callable[[int, int], float] = guess, seed: int | None = None) -> None:
+                 estimate: Callable[[int, int], float] = guess, seed: int | None = None, residents: Residents | None = None) -> None:
         self.cache, self.vocab, self.eos, self.limits = cache, vocab, frozenset(eos), limits
         self.pages = Pages(cache.pages, cache.page_size, cache.host_pages, cache.window, cache.marks if cache.states else None)
         self.context = context
@@ -90,7 +93,7 @@ class Engine:
         self.ready: list[Output] = []                      # outputs that no step brought: aborts
         self.failure: EngineFailed | None = None
         self.torn = False                                  # the last step was interrupted: states have moved, counts have not
-        self.arrivals, self.seeds = 0, seed
+        self.arrivals, self.seeds, self.residents = 0, seed, residents
         self.count = Stats(pages=cache.pages, host_pages=cache.host_pages)
 
     # -- the public face ----------------------------------------------------------------------------------------------------------------
@@ -168,6 +171,8 @@ class Engine:
         c = self.count
         c.running, c.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         c.pages_held, c.pages_cached = self.pages.held, len(self.pages.cached)
+        if self.residents is not None:
+            c.expert_asked, c.expert_hits = self.residents.asked, self.residents.hits
         c.host_pages_used, c.preempted = len(self.pages.host_used), self.scheduler.preempted
         return c
 

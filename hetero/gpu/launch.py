@@ -16,10 +16,10 @@ FEW = 64                                 # tokens of a step up to which the gaps
 
 @triton.jit
 def follow(EARLY: tl.constexpr):
-    """From here on what came before has ended; the next kernel may already come onto the card."""
+    """From here on what came before has ended; the next kernel may come onto the card, but no second one behind it."""
     if EARLY:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
 
 
 @functools.cache

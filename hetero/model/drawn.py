@@ -54,11 +54,15 @@ class Drawn:
 
 
 def draw_routing(decoder: Decoder, law: str, most: int) -> None:
-    """Every routed layer of the decoder takes its experts from draws; steps of up to `most` tokens."""
+    """Every routed layer of the decoder takes its experts from draws, from now on of this law; steps of up to `most` tokens."""
     turn, first = Turn(decoder.ops.device, most), True
     for l, block in enumerate(decoder.blocks):
         if isinstance(block.ffn, Routed):
             part = block.ffn.part
-            ids = drawn(law, part.experts, part.top_k, DRAWS, l)
-            block.ffn.route = Drawn(block.ffn.route, turn, ids, first, law, decoder.ops.device)
+            ids, old = drawn(law, part.experts, part.top_k, DRAWS, l), block.ffn.route
+            if isinstance(old, Drawn):                       # captured steps read the old place
+                old.ids.copy_(torch.from_numpy(ids))
+                old.law = law
+                continue
+            block.ffn.route = Drawn(old, turn, ids, first, law, decoder.ops.device)
             first = False

@@ -86,6 +86,8 @@ def text(seat: "Seat", meter: Meter) -> str:
             lines += metric(name if name in GAUGES else f"{name}_total", "gauge" if name in GAUGES else "counter", value)
     if stats.get("pages"):
         lines += metric("kv_usage_ratio", "gauge", stats["pages_held"] / stats["pages"])
+    if stats.get("expert_asked"):
+        lines += metric("expert_cache_hit_ratio", "gauge", stats["expert_hits"] / stats["expert_asked"])
     if stats.get("prompt_tokens"):
         lines += metric("prefix_cache_hit_ratio", "gauge", stats["cached_tokens"] / stats["prompt_tokens"])
     for name, value in (relay.speeds if relay else {}).items():
