@@ -218,7 +218,7 @@ class Bench:
     def measure(self, batch: int, context: int, steps: int, warm: int = 3) -> dict:
         checked = self.check(batch, context) if self.checked else {}
         step = self.step(batch, context)
-        wall, busy = [], []
+        wall, busy, head, tail = [], [], [], []
         size = next(s for s in sorted(self.graphs.graphs) if s >= batch)
         program = self.handoff.program(size)
         for i in range(steps + warm):
@@ -232,12 +232,16 @@ class Bench:
             if i >= warm:
                 wall.append((time.perf_counter() - began) * 1e3)
                 busy.append((program.times[:, 1] - program.times[:, 0]).sum() / 1e6)
+                head.append((program.times[0, 0] - began * 1e9) / 1e3)
+                tail.append((time.perf_counter() * 1e9 - program.times[-1, 1]) / 1e3)
         alone = self.gpu_alone(batch)
         layers = len(self.model.moe_layers)
         routed = sum(self.bank.stores[l].record_nbytes * banks.moe(self.model, l).router.top_k for l in self.model.moe_layers)
+        gaps = (program.times[1:, 0] - program.times[:-1, 1]) / 1e3        # of the last step
+        checked |= {"to_first_flag_us": float(median(head)), "from_last_answer_us": float(median(tail)), "gap_us": float(np.median(gaps))}
         if self.slots is not None:
             r = self.slots.residents
-            checked = {"slots": r.slots, "hit_rate": r.hit_rate, "swaps_per_step": r.swapped / steps, "cache_bytes": self.slots.nbytes}
+            checked |= {"slots": r.slots, "hit_rate": r.hit_rate, "swaps_per_step": r.swapped / steps, "cache_bytes": self.slots.nbytes}
         return checked | {"step_ms": median(wall), "worst_ms": max(wall), "tok_s": batch * 1e3 / median(wall), "cpu_ms": float(median(busy)),
                           "gpu_ms": alone, "rest_us_per_layer": float(median(wall) - median(busy) - alone) * 1e3 / layers,
                           "gpu_us_per_layer": alone * 1e3 / layers,

@@ -13,9 +13,9 @@ from hetero.gpu.linear import KINDS, activated
 
 
 @triton.jit
-def _few_up(x, ids, slots, weights, records, gate_bias, up_bias, h, RECORD, UP, H, I, KT, alpha, limit, shift, top_k, BN: tl.constexpr,
-            FORMAT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, WEIGH: tl.constexpr,
-            EARLY: tl.constexpr):
+def _few_up(x, ids, slots, weights, records, gate_bias, up_bias, h, RECORD, UP, H, I, KT, alpha, limit, shift, top_k,
+            BN: tl.constexpr, AHEAD: tl.constexpr, FORMAT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+            LIMIT: tl.constexpr, WEIGH: tl.constexpr, EARLY: tl.constexpr):
     """Program (block of rows, pair): h[pair, rows] = act(gate) * up."""
     pair = tl.program_id(1)
     follow(EARLY)
@@ -29,15 +29,17 @@ def _few_up(x, ids, slots, weights, records, gate_bias, up_bias, h, RECORD, UP, 
         xp = x + (pair // top_k).to(tl.int64) * H + k
         up = tl.zeros((BN, 32), tl.float32)
         gate = tl.zeros((BN, 32), tl.float32)
-        for kt in range(KT):
-            c = kt * 64 + k
-            x0 = tl.load(xp + kt * 64, mask=c < H, other=0.0).to(tl.float32)[None, :]
-            x1 = tl.load(xp + kt * 64 + 32, mask=c + 32 < H, other=0.0).to(tl.float32)[None, :]
-            w0, w1 = halves(base + UP, n, KT, kt, live, tl.float32, FORMAT)
-            up += w0 * x0 + w1 * x1
-            if GATED:
-                g0, g1 = halves(base, n, KT, kt, live, tl.float32, FORMAT)
-                gate += g0 * x0 + g1 * x1
+        for first in range(0, KT, AHEAD):
+            for u in tl.static_range(0, AHEAD):              # several tiles are on their way at once
+                kt = first + u
+                c = kt * 64 + k
+                x0 = tl.load(xp + kt * 64, mask=c < H, other=0.0).to(tl.float32)[None, :]
+                x1 = tl.load(xp + kt * 64 + 32, mask=c + 32 < H, other=0.0).to(tl.float32)[None, :]
+                w0, w1 = halves(base + UP, n, KT, kt, live & (n * 0 + kt < KT), tl.float32, FORMAT)
+                up += w0 * x0 + w1 * x1
+                if GATED:
+                    g0, g1 = halves(base, n, KT, kt, live & (n * 0 + kt < KT), tl.float32, FORMAT)
+                    gate += g0 * x0 + g1 * x1
         u = tl.sum(up, 1)
         g = tl.sum(gate, 1)
         if WEIGH:
@@ -59,8 +61,8 @@ def _few_up(x, ids, slots, weights, records, gate_bias, up_bias, h, RECORD, UP, 
 
 
 @triton.jit
-def _few_down(h, ids, slots, weights, records, bias, out, RECORD, DOWN, H, I, KT, K: tl.constexpr, BN: tl.constexpr, FORMAT: tl.constexpr,
-              BIAS: tl.constexpr, WEIGH: tl.constexpr, EARLY: tl.constexpr):
+def _few_down(h, ids, slots, weights, records, bias, out, RECORD, DOWN, H, I, KT, K: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr,
+              FORMAT: tl.constexpr, BIAS: tl.constexpr, WEIGH: tl.constexpr, EARLY: tl.constexpr):
     """Program (block of rows, token): the token's pairs summed; zero when it has none here."""
     t = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -75,12 +77,14 @@ def _few_down(h, ids, slots, weights, records, bias, out, RECORD, DOWN, H, I, KT
             base = records + slot.to(tl.int64) * RECORD + DOWN + tl.zeros((BN,), tl.int64)
             hp = h + pair.to(tl.int64) * I + k
             acc = tl.zeros((BN, 32), tl.float32)
-            for kt in range(KT):
-                c = kt * 64 + k
-                h0 = tl.load(hp + kt * 64, mask=c < I, other=0.0)[None, :]
-                h1 = tl.load(hp + kt * 64 + 32, mask=c + 32 < I, other=0.0)[None, :]
-                w0, w1 = halves(base, n, KT, kt, live, tl.float32, FORMAT)
-                acc += w0 * h0 + w1 * h1
+            for first in range(0, KT, AHEAD):
+                for u in tl.static_range(0, AHEAD):
+                    kt = first + u
+                    c = kt * 64 + k
+                    h0 = tl.load(hp + kt * 64, mask=c < I, other=0.0)[None, :]
+                    h1 = tl.load(hp + kt * 64 + 32, mask=c + 32 < I, other=0.0)[None, :]
+                    w0, w1 = halves(base, n, KT, kt, live & (n * 0 + kt < KT), tl.float32, FORMAT)
+                    acc += w0 * h0 + w1 * h1
             y = tl.sum(acc, 1)
             if BIAS:
                 y += tl.load(bias + tl.load(ids + pair) * H + n, mask=live, other=0.0)
@@ -96,7 +100,7 @@ def few(s: Shape, x: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, weigh
     h = torch.empty(T * k, s.inter, dtype=torch.float32, device=x.device)
     out = torch.empty(T, s.hidden, dtype=torch.float32, device=x.device)
     gate_bias, up_bias, down_bias = s.biases or (None, weights, weights)
-    common = {"BN": 16, "FORMAT": CODES[s.format], "BIAS": s.biases is not None, "num_warps": 4, **early(x)}
+    common = {"BN": 16, "AHEAD": 4, "FORMAT": CODES[s.format], "BIAS": s.biases is not None, "num_warps": 4, **early(x)}
     _few_up[(triton.cdiv(s.inter, 16), T * k)](
         x, ids, slots, weights, records, weights if gate_bias is None else gate_bias, up_bias, h, s.record_nbytes, s.section_nbytes * s.gated,
         s.hidden, s.inter, -(-s.hidden // 64), s.act.alpha, s.act.limit or 0.0, s.act.up_shift, k, GATED=s.gated, KIND=KINDS[s.act.kind],
