@@ -248,6 +248,13 @@ def scratch_nbytes(model: Model, chunk: int, batch: int, width: int = 2) -> int:
     return chunk * (8 * model.hidden + wide) * width + 2 * batch * model.vocab * 4
 
 
+def unpacked_nbytes(model: Model, ctx: int, dense: str) -> int:
+    """What a prompt on the GPU unpacks for torch's own kernels, one layer at a time, in 16 bits: its largest matrix, and the gathered KV twice."""
+    matrix = max((prod(shape) for l, key, shape in tensors.dense(model) if l is not None and len(shape) == 2), default=0)
+    kv = max((kv_layer_nbytes(layer.attention, "bfloat16") for layer in model.layers), default=0)
+    return (0 if dense in ("f32", "bf16") else 4 * matrix) + 2 * ctx * kv
+
+
 def _lay_out(model: Model, machine: Machine, options: Options, arriving: str | Sequence[str], dense_arrives: str) -> Plan:
     model = model.first(options.layers)
     device = _device(machine, options)
@@ -269,6 +276,7 @@ def _lay_out(model: Model, machine: Machine, options: Options, arriving: str | S
     scratch = scratch_nbytes(model, chunk, batch, 2 if on_gpu else 4)
     states = (2 * batch + 1) * state_nbytes(model)       # of running sequences, as many to go on from, and one for rows that pad a step
     ctx, tokens = _kv(model, options, kv_dtype, limit - own - scratch - states)
+    scratch += unpacked_nbytes(model, ctx, dense) if on_gpu else 0
     kv = tokens * kv_token_nbytes(model, kv_dtype)
     slots, cache, note = _cache(model, options, record, limit - own - scratch - states - kv - HEADROOM_BYTES if on_gpu else 0, on_gpu)
     item = {"attention, shared experts, head": weights, "KV cache": kv, "states": states, "scratch": scratch}
