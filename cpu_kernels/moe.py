@@ -87,7 +87,9 @@ class ExpertLayer:
         self.store, self.act, self.weight_on, self.biases = store, act or Act(), weight_on, biases
         named = cpu.isa(isa)
         self.body = lanes.body_of(named)
-        self.amx = named == "amx" and self.store.format.name != "f32" and tiles.permitted()
+        refused = named == "amx" and not tiles.permitted()
+        self.refused = "Linux refuses this process AMX tile registers: many tokens go by AVX-512" if refused else ""
+        self.amx = named == "amx" and self.store.format.name != "f32" and not refused
         self.switch = tiled.SWITCH                   # tokens of one expert from which tile products are used; `tune` measures it
         E, H, I = store.experts, store.hidden, padded(store.inter, COLS)
         given = biases or (None, None, None)
@@ -129,6 +131,13 @@ class ExpertLayer:
                 self._tiles(team, precision == "fast").add(x, many, weights, out)
                 return
         self._walk(x, ids, weights, out, team, precision == "exact")
+
+    def kernel(self, precision: str = "accurate", deterministic: bool = False) -> str:
+        """What `run` runs, for a report: the body of few tokens, and that of many where there is another one."""
+        few = f"rows.{self.store.format.name}"
+        if not self.amx or precision == "exact" or deterministic:
+            return few
+        return f"{few}, from {self.switch} tokens tiles.{'int8' if precision == 'fast' and self.store.format.name != 'bf16' else 'bf16'}"
 
     def _walk(self, x: Array, ids: Array, weights: Array, out: Array, team: Team, exact: bool) -> None:
         """By the kernels of few tokens, which any number can go through."""

@@ -23,6 +23,7 @@ from hetero.errors import BadOption, BadRequest, DoesNotFit, UnusableHardware
 from hetero.memory import bank as banks
 from hetero.memory import machine as machines
 from hetero.memory import plan as plans
+from hetero.memory import switch
 from hetero.memory.packed import Progress
 from hetero.model.experts import expert_layer
 from hetero.model.step import single
@@ -88,6 +89,7 @@ class LLM:
         self.isa = cpu.isa()
         self.bank = banks.load(self.weights, options.expert_format, options.cache_dir if options.packed_cache else None, self.team.threads, progress)
         self.layers = {l: expert_layer(banks.moe(model, l), self.bank.stores[l], self.bank.biases[l]) for l in model.moe_layers}
+        self.switch = "" if options.deterministic else switch.tune(self.layers.values(), self.team, options.cache_dir)
         if self.skeleton:
             from hetero.bridge import place as bridge
             self.placed = bridge.place(plan, self.skeleton, options, self.weights, self.layers, self.team)
@@ -200,6 +202,7 @@ class LLM:
                  **({"packed cache": f"not written: {filled.cache_note}"} if filled.cache_note else {}),
                  "KV": f"{self.plan.kv_tokens} tokens in {self.plan.kv_dtype}",
                  "planned": f"{self.plan.ram_bytes / 2**20:.0f} MiB, decode {self.plan.decode_tok_s:.0f} tok/s", "loaded in": f"{self.load_s:.1f} s",
+                 **({"tile products": self.switch} if self.switch else {}),
                  **self.placed.facts,
                  **({} if self.placed.residents is None else {"expert cache": str(self.placed.residents)}),
                  **({"notes": "; ".join(self.source.notes)} if self.source.notes else {})}

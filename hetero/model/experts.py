@@ -45,4 +45,5 @@ class OnCpu:
 
     def row(self) -> Row:
         store = self.layer.store
-        return self.ops.tell("experts", f"rows.{store.format.name}", store.format.name, store.experts * store.record_nbytes)
+        return self.ops.tell("experts", self.layer.kernel(self.precision, self.deterministic), store.format.name,
+                             store.experts * store.record_nbytes, self.layer.refused)
