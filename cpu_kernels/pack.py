@@ -1,7 +1,8 @@
 """Float matrices of any precision into packed tiles, by kernels that need no Python lock: one matrix per call, a few hundred bytes of scratch.
 
-int4: of eight scales around the one that maps the largest magnitude to −8 (or to 7), the codes whose least-squares scale leaves the smallest
-error are kept, with that scale: a sixth less error than rounding to the largest magnitude / 7. int8: largest magnitude / 127.
+int4: of eight scales around the one that maps the largest magnitude to −8 (or to 7), the one whose codes' least-squares scale leaves the
+smallest error is kept, that scale rounded to five significant bits (times a code it is a bf16 exactly, which tile products want), with the
+nearest codes for it: a sixth less error than rounding to the largest magnitude / 7. int8: largest magnitude / 127.
 Knows the tiles' bytes as `rows/` documents them; no expert, no thread.
 """
 import functools
@@ -119,8 +120,11 @@ def _emit_int4(b: Builder, source: Value, scale_at: Value, codes_at: Value) -> V
     best = b.icmp_signed(">=", rank, splat(b, _reduce(b, "smax", rank), 8))
     lane = _reduce(b, "umin", b.select(best, ir_indices(list(range(8))), const(_W, 7)))
     table = lanes.ir.Constant(_R, list(CANDIDATES))
-    factor = b.fmul(inverse, b.extract_element(table, lane))
-    scale = b.fdiv(b.extract_element(xq, lane), b.extract_element(safe, lane))
+    nearest = b.fdiv(b.extract_element(xq, lane), b.extract_element(safe, lane))
+    short = b.and_(b.add(b.bitcast(nearest, I32), const(I32, 1 << 18)), const(I32, -1 << 19))
+    unlike = b.icmp_signed("==", b.and_(short, const(I32, 0x7FFFFFFF)), const(I32, 0))
+    scale = b.bitcast(short, F32)
+    factor = b.select(unlike, b.fmul(inverse, b.extract_element(table, lane)), b.fdiv(const(F32, 1.0), scale))
     store(b, b.select(usable, _half_bits(b, scale), const(I16, 0)), scale_at, 0, 2)
     for i, q in enumerate(codes(splat(b, factor, 8))):
         store(b, b.trunc(b.add(b.fptosi(q, _W), const(_W, 8)), vec(I8, 8)), codes_at, 8 * i)

@@ -129,7 +129,8 @@ def dequantize(format: Format, data: Array, rows: int, cols: int) -> Array:
 
 def quantize(format: Format, w: Array) -> tuple[Array, Any]:
     """float32 [rows, cols] -> what `pack` takes, as the packing kernels choose it. int8: largest magnitude / 127. int4: for each row and
-    32 columns, of eight scales around the one that maps the largest magnitude to −8, the codes with the smallest least-squares error."""
+    32 columns, of eight scales around the one that maps the largest magnitude to −8, the one with the smallest least-squares error, to five
+    significant bits, and the nearest codes for it."""
     if format.name == "f32":
         return w.astype(np.float32), None
     if format.name == "f16":
@@ -154,6 +155,8 @@ def quantize(format: Format, w: Array) -> tuple[Array, Any]:
         xq, qq = (g * q).sum(-1, keepdims=True), np.maximum((q * q).sum(-1, keepdims=True), 1)
         better = xq * xq / qq > best
         best, codes, scales = np.where(better, xq * xq / qq, best), np.where(better, q, codes), np.where(better, xq / qq, scales)
+    scales = ((scales.astype(np.float32).view(np.uint32) + np.uint32(1 << 18)) & np.uint32(0xFFF80000)).view(np.float32)
+    codes = np.where(scales == 0, codes, np.clip(np.rint(g * (np.float32(1) / np.where(scales == 0, 1, scales))), -8, 7))
     scales = np.clip(scales, -65504, 65504).astype(np.float16).astype(np.float32)
     return (codes + ZERO_INT4).astype(np.uint8).reshape(rows, -1)[:, :cols], scales[..., 0]
 

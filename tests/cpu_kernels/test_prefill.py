@@ -56,7 +56,8 @@ def test_tile_products_give_the_twin_within_their_rounding(team, format, fast, h
     weights = rng.random((tokens, 2)).astype(np.float32)
     out = np.zeros_like(x)
     tiled(layer, team, fast).add(x, ids, weights, out)
-    assert relative(out, wanted(store, layer.act, None, x, ids, weights)) < (3e-2 if fast else 5.5e-3)
+    most = 3e-2 if fast else 3.4e-3 if format in ("int4_g32", "bf16") and hidden > 500 else 5.5e-3
+    assert relative(out, wanted(store, layer.act, None, x, ids, weights)) < most
 
 
 def test_biases_a_clamped_activation_and_weights_on_the_input(team):
