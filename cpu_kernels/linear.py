@@ -26,10 +26,10 @@ _add16 = lanes.op(2, lambda b, to, of: lanes.store(b, b.fadd(lanes.load(b, to, _
 # a thread's block: streams' addresses of this task and the next (64 B), activations' addresses, 32 float32 of input, sums
 _WHERE, _ACTS, _VALUES, _SUMS = 0, 64, 64 + 8 * MOST_TOKENS, 192 + 8 * MOST_TOKENS
 SPARE_NBYTES = _SUMS + 64 * MOST_TOKENS
-WALKS = ((1, 1), (2, 1), (4, 1), (1, rows.MANY))     # (streams, tokens)
+WALKS = ((1, 1), (4, 1), (1, rows.MANY))             # (streams, tokens)
 
 # words of the operands, behind that of the reals
-(X, T, K_, N_, OUT, BASE, ROW, TILES, BIAS, ACTS, STEP, SPARE, TAKE, ONE1, ONE2, ONE4, MANY) = (8 * i for i in range(1, 18))
+(X, T, K_, N_, OUT, BASE, ROW, TILES, BIAS, ACTS, STEP, SPARE, TAKE, ONE1, ONE4, MANY) = (8 * i for i in range(1, 17))
 
 
 @kernel(inner=True)
@@ -61,7 +61,7 @@ def give(a: int, t: int, block: int, sums: int) -> None:
 
 @kernel(inner=True)
 def multiply(a: int, first: int, count: int, t: int, tokens: int, after: int, spare: int) -> None:
-    """`count` row blocks from `first` on (1, 2 or 4) for one token, or one for up to MOST_TOKENS."""
+    """`count` row blocks from `first` on (1 or 4) for one token, or one for up to MOST_TOKENS."""
     row, tiles, base = peek(a + ROW), peek(a + TILES), peek(a + BASE)
     stride = tiles * peek(a + STEP)
     for s in range(count):
@@ -69,7 +69,7 @@ def multiply(a: int, first: int, count: int, t: int, tokens: int, after: int, sp
         poke(spare + _WHERE + 32 + 8 * s, base + (after + s) * row)
     for i in range(max(count, tokens)):
         poke(spare + _ACTS + 8 * i, peek(a + ACTS) + (t + min(i, tokens - 1)) * stride)
-    code = MANY if tokens > 1 else ONE1 if count == 1 else ONE2 if count == 2 else ONE4
+    code = MANY if tokens > 1 else ONE1 if count == 1 else ONE4
     _walk(peek(a + code), spare + _WHERE, spare + _ACTS, spare + _SUMS, tiles | tokens << 32 if tokens > 1 else tiles)
     for i in range(max(count, tokens)):
         give(a, t + i if tokens > 1 else t, first + i if count > 1 else first, spare + _SUMS + 64 * i)
@@ -84,13 +84,21 @@ def task(a: int, number: int, blocks: int, each: int, spare: int) -> None:
     after = last if last + each <= blocks else max(blocks - each, 0)
     if tokens == 1:
         while first < last:
-            count = 4 if last - first >= 4 else 2 if last - first >= 2 else 1
+            count = 4 if last - first >= 4 else 1
             multiply(a, first, count, 0, 1, min(after, blocks - count), spare)
             first += count
         return
     for block in range(first, last):
         for t in range(0, tokens, MOST_TOKENS):
             multiply(a, block, 1, t, min(MOST_TOKENS, tokens - t), min(block + 1, blocks - 1), spare)
+
+
+def blocks_at_once(blocks: int, threads: int) -> int:
+    """Row blocks of one task."""
+    return 4 if blocks >= 8 * threads else 1
+
+
+_blocks_at_once = kernel(blocks_at_once, inner=True)
 
 
 @kernel(inner=True)
@@ -101,7 +109,7 @@ def job(control: int, tid: int, threads: int, a: int) -> int:
         if not barrier(control, tid, threads):
             return 0
     blocks = (peek(a + N_) + ROWS - 1) // ROWS
-    each = 4 if blocks >= 8 * threads else 1
+    each = _blocks_at_once(blocks, threads)
     n = (blocks + each - 1) // each
     for k in range(threads):
         owner = (tid + k) % threads
@@ -149,8 +157,10 @@ class Linear:
 
     def prepared(self, x: int, tokens: int, out: int, threads: int, bias: int = 0, keep: Any = None) -> Prepared:
         """y = x W^T + bias as a job over addresses: x float32 [tokens, cols], out float32 [tokens, rows], bias float32 [rows padded to 16] or 0."""
+        most = blocks_at_once(padded(self.rows, ROWS) // ROWS, threads)
         for i, (streams, m) in enumerate(WALKS):
-            if (m == 1 if tokens == 1 else m == rows.MANY or (streams == 1 and tokens % MOST_TOKENS == 1)) and not self._walks[i]:
+            used = streams <= most if tokens == 1 else m == rows.MANY or (streams == 1 and tokens % MOST_TOKENS == 1)
+            if used and not self._walks[i]:
                 self._walks[i] = rows.walk(self.format.name, self.body, self.exact, streams, m)
         tiles = padded(self.cols, COLS) // COLS
         room = aligned(threads * SPARE_NBYTES + (0 if self.direct else tokens * tiles * self.step))

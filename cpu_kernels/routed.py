@@ -174,7 +174,7 @@ def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
             poke(spare + XS + 8 * t, word(a, ACTS) + peek32(word(a, TOKENS) + 4 * (c + t % m)) * tiles * step)
         if m == 1:
             apart(a, streams, spare, tiles)
-        elif m == 2:
+        elif m == 2 and word(a, PAIRS) != 0:
             for s in range(0, streams, 2):
                 _walk(word(a, PAIRS), spare + AIM + 8 * s, spare + XS, spare + SUMS + 128 * s, tiles)
         else:

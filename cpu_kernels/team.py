@@ -70,6 +70,7 @@ class Program:
 
     def __init__(self, layers: Sequence[Prepared]) -> None:
         self.layers = tuple(layers)
+        address(jobs.play)                               # compiled before a step waits for it
         self.table = np.array([(layer.job, layer.arguments) for layer in layers], np.int64).reshape(-1, 2)
         self.times = np.zeros((len(layers), 2), np.int64)
 
@@ -145,7 +146,6 @@ class Team:
         self._spin_s = spin_s
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._play = address(jobs.play)
         self._start()
 
     def _start(self) -> None:
@@ -205,7 +205,7 @@ class Team:
             raise ValueError(f"mailbox: has {mailbox.layers} layers, the program {len(program.layers)}")
         arguments = np.array([mailbox.layers, program.table.ctypes.data, mailbox.request(0), mailbox.done(0), int(deadline_s * 1e9),
                               program.times.ctypes.data], np.int64)
-        why = self._dispatch(self._play, arguments.ctypes.data, deadline_s)
+        why = self._dispatch(address(jobs.play), arguments.ctypes.data, deadline_s)
         if why == LOST:
             mailbox.release()
             self._replace(keep=(arguments, program))
