@@ -63,13 +63,14 @@ def make_tasks(folder: Path, samples: int) -> None:
 
 
 def run(python: Path, folder: Path, name: str, model: str, arguments: str, *more: str) -> dict[str, list[Any]]:
-    """One run of the harness; its logged samples by task."""
+    """One run of the harness (none when the folder has its results); its logged samples by task."""
     command = [python, "-m", "lm_eval", "--model", model, "--model_args", arguments, "--tasks", "story_ends,written", "--include_path", str(folder),
                "--output_path", str(folder / name), "--log_samples", "--batch_size", "1", *more]
     offline = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_CACHE": str(folder / "cache")}
-    done = subprocess.run(command, cwd=folder, env={**os.environ, **offline}, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"lm_eval failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    if not any((folder / name).rglob("samples_written_*.jsonl")):
+        done = subprocess.run(command, cwd=folder, env={**os.environ, **offline}, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"lm_eval failed:\n{done.stderr[:3000]}\n...\n{done.stderr[-2000:]}")
     found = {}
     for task in ("story_ends", "written"):
         file = next((folder / name).rglob(f"samples_{task}_*.jsonl"))
@@ -103,7 +104,7 @@ def main() -> int:
         make_tasks(folder, args.samples)
         floats = reference.folder(folder / "floats")
         theirs = run(python, folder, "transformers", "hf", f"pretrained={floats},dtype=float32,add_bos_token=False", "--device", "cpu")
-        with server(None, *flags) as (url, _):
+        with server(None, "--served-model-name", "embedded", *flags) as (url, _):
             ours = run(python, folder, "server", "local-completions", f"model=embedded,base_url={url}/v1/completions,tokenizer={floats},"
                        "tokenizer_backend=huggingface,tokenized_requests=True,num_concurrent=4,max_length=1024,add_bos_token=False")
         from transformers import AutoTokenizer
