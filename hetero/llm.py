@@ -4,7 +4,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,9 +210,35 @@ class LLM:
         return Report(self.name, facts, rows, tuple(self.options.rows()), self.placed.checks, self.speeds())
 
     def speeds(self) -> dict[str, float]:
-        """What was reached since the start, from the engine's counters; named as the report names it."""
-        stats = self.engine.stats()
-        return {"decode tok/s": stats.decode_tokens / stats.decode_s} if stats.decode_s else {}
+        """What was reached since the start, from counters, and the ceilings. Bytes are a floor: a step reads one token's weights at least."""
+        stats, residents, machine = self.engine.stats(), self.placed.residents, self.machine
+        found = {"DRAM ceiling GB/s": machine.dram_bytes_s / 1e9}
+        if machine.pcie_bytes_s:
+            found["PCIe ceiling GB/s"] = machine.pcie_bytes_s / 1e9
+        if residents is not None:
+            found |= {"expert cache hit ratio": residents.hit_rate, "expert cache asked": residents.asked, "expert cache hits": residents.hits,
+                      "expert cache swaps": residents.swapped}
+        if stats.decode_s:
+            experts, dense = self._token_bytes
+            missed = 1.0 - residents.hit_rate if residents is not None else 1.0
+            rate = stats.decode_steps * (experts * missed + dense) / stats.decode_s
+            found |= {"decode tok/s": stats.decode_tokens / stats.decode_s, "CPU GB/s": rate / 1e9,
+                      "CPU share of DRAM ceiling": rate / machine.dram_bytes_s}
+        return found
+
+    @cached_property
+    def _token_bytes(self) -> tuple[float, float]:
+        """What the CPU reads of routed experts and of other weights for one token."""
+        experts = dense = 0.0
+        for layer, row in self.placed.decoder.report():
+            if row.device != "cpu" or row.part == "embed":
+                continue
+            if row.part == "experts" and layer is not None:
+                router = banks.moe(self.model, layer).router
+                experts += row.nbytes * router.top_k / router.experts
+            else:
+                dense += row.nbytes
+        return experts, dense
 
     def close(self) -> None:
         """Ends the threads; the model cannot be used any more."""

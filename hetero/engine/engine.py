@@ -49,6 +49,7 @@ class Stats:
     prompt_tokens: int = 0
     prefill_s: float = 0.0               # of steps that had prompt tokens
     decode_s: float = 0.0                # of steps that had none
+    decode_steps: int = 0
     worst_gap_s: float = 0.0             # longest step while somebody decoded
     stalls: int = 0                      # steps longer than max_stall_s while somebody decoded
     copied_pages: int = 0
@@ -341,6 +342,7 @@ class Engine:
             c.prefill_s += took_s
         else:
             c.decode_s += took_s
+            c.decode_steps += 1
         self.scheduler.pace.learn(tokens, max((w.sequence.computed for w in chunks), default=0), took_s)
 
     def _seed(self) -> int:

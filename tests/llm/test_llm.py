@@ -70,6 +70,18 @@ def test_the_report_names_every_layer_and_each_self_test_passes(llm: LLM) -> Non
     assert "self-test" in report.text() and report.record()["layers"]
 
 
+def test_speeds_are_counters_over_ceilings(llm: LLM) -> None:
+    """Bytes that the CPU reads for one token: every layer's top-k records, and each dense matrix once."""
+    llm.generate(["The cat"], Sampling(temperature=0.0, max_tokens=8, ignore_eos=True))
+    found, stats, top_k = llm.speeds(), llm.engine.stats(), llm.source.config["num_experts_per_tok"]
+    experts = sum(store.record_nbytes * top_k for store in llm.bank.stores.values())
+    dense = sum(row.nbytes for _, row in llm.placed.decoder.report() if row.part not in ("experts", "embed"))
+    assert dense > 8 << 20 and stats.decode_steps >= 7
+    assert found["CPU GB/s"] == pytest.approx(stats.decode_steps * (experts + dense) / stats.decode_s / 1e9)
+    assert found["CPU share of DRAM ceiling"] == pytest.approx(found["CPU GB/s"] / found["DRAM ceiling GB/s"])
+    assert "expert cache hit ratio" not in found and "DRAM ceiling" in llm.report().text()
+
+
 def test_not_a_number_ends_one_request_with_an_error_that_names_the_layer(llm: LLM) -> None:
     data = llm.placed.decoder.blocks[3].attention.out.linear.data
     kept = data.copy()
