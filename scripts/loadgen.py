@@ -4,7 +4,7 @@
 LoadGen issues the queries and judges the times; this file turns each into a streamed completion and tells LoadGen of its first token and its last.
 The limits are the scenario's: 99th percentiles of time to first token and of time per token after it. Makes its own environment with pip.
 
-    python scripts/loadgen.py [--qps 8] [--seconds 65] [--tokens 24] [--ttft-ms 1000] [--tpot-ms 100] [--clients 16] [SERVER FLAGS ...]
+    python scripts/loadgen.py [--qps 4] [--seconds 120] [--tokens 24] [--ttft-ms 1000] [--tpot-ms 100] [--clients 16] [SERVER FLAGS ...]
 """
 
 import argparse
@@ -93,9 +93,9 @@ def run(args: argparse.Namespace, url: str, scenario: str, folder: Path) -> tupl
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--qps", type=float, default=8.0)
+    parser.add_argument("--qps", type=float, default=4.0)
     parser.add_argument("--offline-qps", type=float, default=30.0, help="more than the server reaches, so that Offline lasts long enough")
-    parser.add_argument("--seconds", type=int, default=65, help="a valid Server result takes about 460 queries")
+    parser.add_argument("--seconds", type=int, default=120, help="a valid Server result takes about 460 queries")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--ttft-ms", type=int, default=1000)
     parser.add_argument("--tpot-ms", type=int, default=100)
