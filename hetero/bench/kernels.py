@@ -44,9 +44,10 @@ def task(model: Model | None, formats: str, isas: str, tokens: str, seconds: flo
 
 
 def bench(wanted: measure.Task, options: Options, tell: Callable[[str], None]) -> Result:
-    threads = options.threads or cpu.read().threads
-    facts = machine_facts(threads) | {"expert": f"{wanted.hidden} x {wanted.inter}, top-{wanted.top_k}, {'gated' if wanted.gated else 'ungated'}"}
+    facts = machine_facts() | {"expert": f"{wanted.hidden} x {wanted.inter}, top-{wanted.top_k}, {'gated' if wanted.gated else 'ungated'}"}
     with Team(options.cores, options.threads) as team, team.seat():
+        threads = team.threads
+        facts["team"] = f"{threads} threads on cores {team.cores}"
         facts |= {f"ceiling: {k}": v for k, v in measure.machine(team).items() if k not in ("cpu", "isa", "threads")}
         rows: list[Row] = measure.measure(wanted, team, lambda row: tell(measure.line(row)))
     order = ("threads", "tokens", "GB/s", "TOPS", "best", "share", "±", "error", "switch", "rounds")

@@ -197,7 +197,9 @@ def summary(target: Target, load: Load, limits: Limits, seen: Sequence[Seen], wa
         facts |= {"limits": said, "goodput answers/s": round(kept / wall, 3), "kept the limits": f"{kept} of {len(seen)}"}
     notes = ["Times are a client's own; the load generator and the server share this machine when the address is local.",
              *[f"error, {n} times: {text}" for text, n in counted([s.error for s in seen if s.error])]]
-    return Result("serve", facts, rows, notes, (Plot("what", "p50"),))
+    samples = [{"began s": s.began, "turn": s.turn + 1, "TTFT ms": 1e3 * s.ttft, "TPOT ms": None if (t := s.tpot) is None else 1e3 * t,
+                "answer tokens": s.tokens} for s in good]
+    return Result("serve", facts, rows, notes, [Plot("began s", y, "turn") for y in ("TTFT ms", "TPOT ms")], samples)
 
 
 def counted(texts: Sequence[str]) -> list[tuple[str, int]]:

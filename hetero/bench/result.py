@@ -18,7 +18,7 @@ BUSY = 0.3                               # of a core that others may take before
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture: column `y` over column `x`, a line for each value of `by`."""
+    """One picture: column `y` over column `x`, a line for each value of `by`; points where they are of samples."""
 
     x: str
     y: str
@@ -27,13 +27,14 @@ class Plot:
 
 @dataclass
 class Result:
-    """`facts` hold for all rows; `notes` say how figures are to be read, noise first."""
+    """`facts` hold for all rows; `notes` say how figures are to be read, noise first; `samples` are what rows sum up, for JSON and plots."""
 
     name: str
     facts: dict[str, Any]
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
     plots: Sequence[Plot] = ()
+    samples: list[Row] = field(default_factory=list)
 
     def text(self) -> str:
         """Markdown: facts, table, notes."""
@@ -115,14 +116,16 @@ def draw(result: Result, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for plot in result.plots:
-        rows = [r for r in result.rows if r.get(plot.x) is not None and r.get(plot.y) is not None]
+        points = not any(plot.y in r for r in result.rows)
+        rows = [r for r in (result.samples if points else result.rows) if r.get(plot.x) is not None and r.get(plot.y) is not None]
         if not rows:
             continue
         figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
         for key in dict.fromkeys(str(r.get(plot.by, "")) for r in rows):
             mine = [r for r in rows if str(r.get(plot.by, "")) == key]
-            axes.plot([r[plot.x] for r in mine], [r[plot.y] for r in mine], marker="o", label=f"{plot.by} {key}" if plot.by else None)
-        numeric = all(isinstance(r[plot.x], (int, float)) and r[plot.x] > 0 for r in rows)
+            axes.plot([r[plot.x] for r in mine], [r[plot.y] for r in mine], marker="o", linestyle="none" if points else "-",
+                      label=f"{plot.by} {key}" if plot.by else None)
+        numeric = not points and all(isinstance(r[plot.x], (int, float)) and r[plot.x] > 0 for r in rows)
         if numeric and max(r[plot.x] for r in rows) >= 16 * min(r[plot.x] for r in rows):
             axes.set_xscale("log", base=2)
         axes.set(xlabel=plot.x, ylabel=plot.y, title=f"{result.name}: {plot.y}")

@@ -71,7 +71,8 @@ def test_our_server_answers_a_load_over_loopback(stage):  # noqa: F811
     target, seen, wall = run(Target(f"{stage.url}/v1", ""), load(conversations=5))
     assert target.model == "demo" and [s.error for s in seen] == [""] * 5 and all(s.tokens == 4 for s in seen)      # as long as was asked for
     assert all(0 < s.ttft < s.ended - s.began and s.tpot > 0 for s in seen)
-    assert summary(target, load(), Limits(), seen, wall).facts["answers"] == 5
+    found = summary(target, load(), Limits(), seen, wall)
+    assert found.facts["answers"] == len(found.samples) == 5 and {p.y for p in found.plots} <= set(found.samples[0])
 
 
 def test_our_server_hears_the_turns_before(stage):  # noqa: F811

@@ -26,7 +26,7 @@ def test_figures_have_the_digits_they_can_carry(value, text):
 
 def test_json_and_csv_hold_the_rows():
     found = json.loads(RESULT.json())
-    assert found == {"name": "run", "facts": {"machine": "m"}, "rows": ROWS, "notes": ["noise"]}
+    assert found == {"name": "run", "facts": {"machine": "m"}, "rows": ROWS, "notes": ["noise"], "samples": []}
     assert [r["note"] for r in csv.DictReader(io.StringIO(RESULT.csv()))] == ["", "x"]
     assert RESULT.text().startswith("# run\n\n- machine: m\n\n| prompt") and RESULT.text().endswith("noise")
 
