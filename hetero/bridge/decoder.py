@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hetero.arch import spec
+from hetero.bridge.kept import WORDS
 from hetero.bridge.routed import Computed, joined
 from hetero.errors import EngineFailed
 from hetero.gpu.ops import Row, Step
 from hetero.memory.cache import Cache
 from hetero.memory.pages import Copy, StateCopy
 
-CACHES = ("cache", "past_key_values", "cache_params")                 # what transformers' versions and classes call it
 APPENDING = (DynamicLayer, DynamicSlidingWindowLayer)                 # make new tensors, and leave old ones as they were
 MARKS = 2
 
@@ -79,7 +79,7 @@ class Decoder:
 
     def __post_init__(self) -> None:
         self.takes = frozenset(inspect.signature(self.module.forward).parameters)
-        self.cache_word = next((w for w in CACHES if w in self.takes), "")
+        self.cache_word = next((w for w in WORDS if w in self.takes), "")
         if not self.cache_word:
             raise EngineFailed(f"{type(self.module).__name__}.forward takes no cache", "please report the model's name")
 
@@ -111,7 +111,7 @@ class Decoder:
             given["logits_to_keep"] = index
         out = self.module(**given)
         logits = joined(out["logits"])[0]
-        kept.cache, kept.tokens = next(out[w] for w in CACHES if w in out), start + len(tokens)
+        kept.cache, kept.tokens = next(out[w] for w in WORDS if w in out), start + len(tokens)
         found: Tensor = (logits if "logits_to_keep" in self.takes else logits[index]).float()
         return found
 

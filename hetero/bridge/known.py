@@ -6,6 +6,7 @@ own code (`auto_map`) is never looked at.
 
 import logging
 import re
+import warnings
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -83,7 +84,9 @@ def read_config(config: dict[str, Any]) -> tuple[str, Any]:
     level = quiet.level
     quiet.setLevel(logging.ERROR)                                     # its notes on keys are ours to give
     try:
-        return name, made.from_dict(plain)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")                           # old spellings are spellings
+            return name, made.from_dict(plain)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as e:
         raise UnsupportedModel(f"config of {name}: transformers {transformers.__version__} does not take it: {' '.join(str(e).split())[:200]}",
                                "a newer transformers may") from e

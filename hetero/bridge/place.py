@@ -55,7 +55,7 @@ def adjusted(options: Options) -> Options:
     if own != "auto" and options.dense_format not in ("auto", own):
         raise BadOption(f"dense_format = {options.dense_format} is not for a model that runs through the bridge in {dtype} on "
                         f"{'a GPU' if gpu else 'the CPU'}", "leave dense_format out")
-    return options.with_values("bridge", dtype=dtype, kv_dtype=dtype, **({} if own == "auto" else {"dense_format": own}))
+    return options.with_values("bridge", dtype=dtype, kv_dtype=dtype, expert_cache=0, **({} if own == "auto" else {"dense_format": own}))
 
 
 class Packed(nn.Module):
@@ -121,7 +121,7 @@ def place(plan: Plan, skeleton: Skeleton, options: Options, weights: Checkpoint 
         return Conversations(skeleton.model, pages, PAGE, KV_NAMES[plan.kv_dtype], plan.device)
     facts = {"bridge": f"{skeleton.name} is transformers' own code with our experts; sequences take turns",
              "prompts": "in chunks" if decoder.whole else "in one piece where they fit: this cache cannot go on with more than one token at a time",
-             "overlap": overlap(computed)}
+             "overlap": overlap(computed), **({"bridge notes": "; ".join(skeleton.notes)} if skeleton.notes else {})}
     return Placed(decoder, decoder, cache, facts, checks, lambda other, pages: decoder, fresh)
 
 

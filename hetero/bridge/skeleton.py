@@ -22,7 +22,8 @@ from transformers.initialization import no_init_weights
 from cpu_kernels.ffn import KINDS
 from cpu_kernels.plain import activate
 from hetero.arch import spec
-from hetero.bridge.known import read_config
+from hetero.bridge.kept import count
+from hetero.bridge.known import read_config, unread
 from hetero.errors import UnsupportedModel
 
 LARGE = 1 << 16
@@ -121,11 +122,17 @@ def describe(name: str, module: Any, config: dict[str, Any]) -> Skeleton:
         m = LAYER.search(n)
         (layers[int(m[1])] if m and int(m[1]) < len(layers) else others).append((roots[n], shape))
     none = spec.Dense(0)
-    made = tuple(spec.Layer(spec.Foreign(tuple(own)), routed[l].moe if l in routed else none) for l, own in enumerate(layers))
+    each, state_numbers, known = count(module, text)
+    foreign = [spec.Foreign(tuple(own), *((each, state_numbers) if l == 0 else (0, 0))) for l, own in enumerate(layers)]
+    made = tuple(spec.Layer(part, routed[l].moe if l in routed else none) for l, part in enumerate(foreign))
     hidden, vocab = embed.weight.shape[1], head.weight.shape[0]
     model = spec.Model(name, hidden, vocab, 0.0, made, head_name in tied or head_name == embed_name or not head_name, {},
                        context=positions(text), others=tuple(others))
-    return Skeleton(name, module, model, routed, dense, left, tied=tied)
+    strange = unread(config, module.config)
+    notes = ([] if known else ["bytes of the cache are counted by heads: its code would not run on no memory"]) + \
+        ([f"config keys without a field in transformers' record: {', '.join(strange)}"] if strange else []) + \
+        ([f"only the text part is loaded: {len(left)} tensors of other parts are not"] if left else [])
+    return Skeleton(name, module, model, routed, dense, left, tuple(notes), tied)
 
 
 def positions(text: Any) -> int:

@@ -120,7 +120,7 @@ def prefill_terms(model: Model, machine: Machine, pieces: Sequence[Sized], on_gp
                      f"{(expert_flops + dense_flops + attend) / 1e12:.2f} T / {machine.gpu_flops / 1e12:.0f} T/s, under the copy"))
     rest = Term("attention, shared experts", (dense_flops + attend) / machine.gpu_flops,
                 f"{(dense_flops + attend) / 1e12:.2f} T / {machine.gpu_flops / 1e12:.0f} T/s")
-    if sum(t.seconds for t in streamed) <= on_cpu.seconds + rest.seconds:
+    if not model.foreign and sum(t.seconds for t in streamed) <= on_cpu.seconds + rest.seconds:
         return "streamed", streamed
     return "cpu", (on_cpu, rest)
 

@@ -270,7 +270,7 @@ def _lay_out(model: Model, machine: Machine, options: Options, arriving: str | S
     weights = sum(p.nbytes for p in pieces if p.kind != "experts")
     batch = options.max_batch
     record = max((expert_nbytes(model, f, form) for f, form in zip(_moes(model), forms, strict=True)), default=0)
-    ring = RING_SLOTS * min(max(SLOT_BYTES, record), max((f.router.experts for f in _moes(model)), default=0) * record)
+    ring = RING_SLOTS * min(max(SLOT_BYTES, record), max((f.router.experts for f in _moes(model)), default=0) * record) * (not model.foreign)
     limit, own = (vram, weights + ring + machine.context_bytes) if on_gpu else (ram, weights + arena + PROCESS_BYTES)
     chunk = options.chunk or _chunk(model, batch, limit - own, on_gpu)
     scratch = scratch_nbytes(model, chunk, batch, 2 if on_gpu else 4)

@@ -60,7 +60,14 @@ GLM5 = {"num_key_value_heads": 4, "linear_head_dim": 16, "linear_num_heads": 4, 
         "layer_types": ["linear_attention", "indexed_attention"] * 2, "index_kpool": 4, "qk_head_dim": 16}
 QWEN4 = {"layer_types": ["linear_attention", "indexed_attention"] * 2, "hc_lowrank": 16, "ngram_vocab_size_base": 1000, "ple_embed_dim": 64,
          "split_ngram_parts": 8}
-CANNOT = {                               # what this file does not make small: its class's own words
+CANNOT = {                               # what this file does not make small: the class's own words when it tries
+    "DeepseekOcr2ForConditionalGeneration": "'NoneType' object is not subscriptable",
+    "Dots3NoteForConditionalGeneration": "`per_layer_config` keys must be integer layer indices",
+    "Ernie4_5_VLMoeForConditionalGeneration": "The expanded size of the tensor (8) must match the existing size (0)",
+    "Glm5NextForConditionalGeneration": "Expecting NoPE for the DSA attention layers",
+    "HYV4VLForConditionalGeneration": "`mrope_section` must have three entries",
+    "MistralLarge4ForConditionalGeneration": "`kv_source_layers` must have one entry per layer",
+    "Qwen4ExpForCausalLM": "unsupported operand type(s) for //", "Qwen4ExpForConditionalGeneration": "unsupported operand type(s) for //",
 }
 OWN = {
     "AXK1ForCausalLM": MLA, "AXK2ForCausalLM": MLA, "DeepseekV32ForCausalLM": MLA, "GlmMoeDsaForCausalLM": MLA, "KimiLinearForCausalLM": KDA,
