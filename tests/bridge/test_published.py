@@ -61,7 +61,11 @@ def written(value, published):
 COUNTED = [row for row in (table() if FILES else []) if row[1] in "AB" and row[2]]
 
 
-@pytest.mark.parametrize(("stem", "level", "said"), COUNTED, ids=[row[0] for row in COUNTED])
+def native(stem):
+    return families.native(json.loads((PUBLISHED / f"{stem}.json").read_text()))
+
+
+@pytest.mark.parametrize(("stem", "level", "said"), [pytest.param(*row, id=row[0], marks=() if native(row[0]) else pytest.mark.slow) for row in COUNTED])
 def test_plan_counts_what_the_publisher_of_a_proven_config_says(stem, level, said):
     config = json.loads((PUBLISHED / f"{stem}.json").read_text())
     if config["architectures"][0] in REFUSED:
