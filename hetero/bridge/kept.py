@@ -12,7 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 NOWHERE = "hetero_nowhere"
 WORDS = ("cache", "past_key_values", "cache_params")                  # what transformers' versions and classes call it
-FEW, MORE = 8, 16
+FEW, MORE = 4, 8
 
 
 def count(module: Any, text: Any) -> tuple[int, int, bool]:
