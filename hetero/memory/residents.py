@@ -65,7 +65,8 @@ class Residents:
         worst = np.where(inside, score, np.inf).argmin(1)
         rows = np.arange(len(score))
         up, down = score[rows, best], score[rows, worst]
-        gain = up - down - self.chance * np.sqrt(up + down)
+        down = np.where(inside.any(1), down, 0.0)
+        gain = up - down - self.chance * np.sqrt(np.maximum(up + down, 0.0))
         gain[~inside.any(1) | inside[rows, best] | self.coming[rows, best]] = -1.0
         made = []
         for l in np.argsort(-gain, kind="stable")[:most].tolist():

@@ -72,6 +72,14 @@ def test_even_routing_moves_next_to_nothing():
     assert abs(r.hit_rate - 0.25) < 0.02
 
 
+def test_with_a_slot_for_everybody_nothing_moves_and_everything_is_found():
+    r = Residents(3, 8, 8)
+    for _ in range(5):
+        r.saw(np.array([[1, 2], [3, -1], [7, 0]]))
+        assert r.swaps(10) == []
+    assert r.hit_rate == 1.0
+
+
 def test_counts_survive_a_very_long_run():
     r = Residents(1, 4, 1, half_life=1)
     for _ in range(2000):
