@@ -107,6 +107,11 @@ class Mailbox:
         words = [int(word) for word in self._words]
         return words[:self.layers + 1], words[self.layers + 1:-1], words[-1]
 
+    @property
+    def erred(self) -> bool:
+        """Whether a kernel of the GPU gave up waiting."""
+        return bool(self._words[-1])
+
     def release(self) -> None:
         """Every wait of the step comes true, so that a GPU without a CPU side runs to its end."""
         self._words[self.layers + 1:-1] = 1

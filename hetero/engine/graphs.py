@@ -17,6 +17,8 @@ from hetero.memory.slots import SlotMemory
 from hetero.model.decoder import Decoder
 from hetero.model.handoff import Handoff
 
+ROWS = {"tokens": 0, "slots": -1, "positions": 0, "lengths": 1, "states": None}     # of a step, with what pads them; None: the spare state
+
 
 def sizes_to(most: int) -> tuple[int, ...]:
     """Batch sizes worth a graph: 1, 2, 4, 8, then every 8."""
@@ -40,7 +42,7 @@ class Staged:
         kinds = {4: torch.int32, 8: torch.int64}
         self.host = {n: self.here[a:b].view(kinds[size]).numpy() for n, (a, b, size) in places.items()}
         t = {n: self.there[a:b].view(kinds[size]) for n, (a, b, size) in places.items()}
-        self.live = t["live"]
+        self.live, self.table = t["live"], self.host["pages"].reshape(most, width)
         self.step = Step(t["tokens"], t["positions"], torch.arange(most + 1, dtype=torch.int32, device=device), t["lengths"],
                          t["pages"].view(most, width), t["slots"], t["states"], torch.arange(most, device=device), 1)
 
@@ -51,16 +53,17 @@ class Staged:
 
     def load(self, step: Step | None, n: int, size: int, spare: int) -> None:
         """n sequences of a step in host memory, padded to `size` with rows that write nothing and see one position of nothing."""
-        h = self.host
-        pages = h["pages"].reshape(-1, self.width)
+        h, pages = self.host, self.table
         if step is not None:
             given = vars(step)
-            for name in ("tokens", "slots", "positions", "lengths", "states"):
+            for name in ROWS:
                 h[name][:n] = given[name].numpy()
             pages[:n, :step.pages.shape[1]] = step.pages.numpy()
-        for name, value in (("tokens", 0), ("slots", -1), ("positions", 0), ("lengths", 1), ("states", spare)):
-            h[name][n:size] = value
-        pages[n:size, 0], h["live"][0] = -1, n
+        if n < size:
+            for name, value in ROWS.items():
+                h[name][n:size] = spare if value is None else value
+            pages[n:size, 0] = -1
+        h["live"][0] = n
         used = self.pages_at + size * self.width * 4
         self.there[:used].copy_(self.here[:used], non_blocking=True)
 
@@ -121,9 +124,7 @@ class Graphs:
             self.eager += 1
             with torch.no_grad():
                 return self.decoder(step.to(self.cache.device), cache)
-        if self.slots is not None:
-            self.slots.turn()
-        self.staged.load(step.to("cpu"), n, size, self.cache.spare)
+        self.staged.load(step.to("cpu") if step.tokens.is_cuda else step, n, size, self.cache.spare)
         graph, logits = self.graphs[size]
         h = self.handoff
         if h is None:
@@ -140,7 +141,7 @@ class Graphs:
                     h.recover()
                 raise
         if self.slots is not None:
-            self.slots.stepped(size)
+            self.slots.turn(size)
         self.replayed += 1
         return logits[:n]
 

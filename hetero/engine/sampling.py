@@ -183,13 +183,13 @@ def _adjust(logits: Tensor, draws: Row[Draw], changed: list[int]) -> Tensor:
 
 def pick_at_once(logits: Tensor, scores: Tensor, draws: Row[Draw]) -> Picked:
     """The same as `pick_by_row` without waiting for the device before the end: for a GPU."""
-    best = scores.argmax(-1)
-    flags = torch.isfinite(logits.sum(-1)).long() + (scores.gather(-1, best[:, None])[:, 0] > -torch.inf)      # 2 where both are so
+    peak, best = scores.max(-1)
+    sound, allowed = torch.isfinite(logits.sum(-1)), peak > -torch.inf
     warm = [i for i, draw in enumerate(draws) if not draw.greedy]
     if warm:
         best[warm] = _draw_batch(scores[warm] if len(warm) < len(draws) else scores, [draws[i] for i in warm])
-    told = torch.stack([best, flags, torch.isfinite(logits.sum(-1)).long()]).tolist()
-    return told[0], [None if f == 2 else "mask" if sound else "finite" for f, sound in zip(told[1], told[2], strict=True)]
+    told = torch.stack([best, sound, allowed]).tolist()
+    return told[0], [None if s and a else "mask" if s else "finite" for s, a in zip(told[1], told[2], strict=True)]
 
 
 def _draw_batch(scores: Tensor, draws: list[Draw]) -> Tensor:

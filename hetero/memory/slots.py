@@ -1,7 +1,7 @@
 """Memory behind the experts' slots on a GPU, and the table by which a captured step finds them; knows no arithmetic.
 
-Between two steps: what the last one asked is counted, swaps that have landed are entered in the table, new ones are begun. Nothing waits for the
-device. An expert leaves the table before its slot is written, and the next enters it after.
+Once a step's last layer was answered, while the GPU makes its logits: what the step asked is counted, swaps that have landed are entered in the table
+of the next step, new ones are begun. Nothing waits for the device. An expert leaves the table before its slot is written, the next enters it after.
 """
 
 from collections import deque
@@ -19,6 +19,7 @@ from hetero.memory.residents import Residents, Swap
 from hetero.memory.stream import cut
 
 SHARE = 128                              # one swap per step for so many experts that a token asks for: below a hundredth of the CPU's reading
+EVERY = 4                                # steps from one look for swaps to the next
 SEEDING, SEEDED_STEPS = 8, 32            # after a prompt: so many times more swaps, for so many steps
 
 
@@ -60,8 +61,7 @@ class SlotMemory:
         self.told = torch.zeros(layers, experts, dtype=torch.int32, pin_memory=pin)
         self.stream = torch.cuda.Stream(device) if pin else None
         self.flights: deque[Flight] = deque()
-        self.step: Flight | None = None                      # the last step, whose answers to `asked` are not yet counted, and its tokens
-        self.tokens = self.prompt = self.seeding = 0
+        self.prompt = self.seeding = self.turns = 0
         self.telling: tuple[Flight, int] | None = None       # counts of a prompt on their way, and its tokens
         for l in range(layers):
             self._copy(l, 0, 0, slots)
@@ -95,16 +95,17 @@ class SlotMemory:
         self.counted[l] += starts[1:] - starts[:-1]
         self.prompt += tokens if l == 0 else 0
 
-    def turn(self) -> None:
-        """Between two steps, before the next is enqueued."""
-        self._count()
+    def turn(self, tokens: int) -> None:
+        """After a step of so many tokens was enqueued and all its layers asked what they ask, before the next is enqueued."""
+        self.residents.saw(self.asked[:, :tokens].numpy())
+        self._hear()
         changed = False
         while self.flights and self.flights[0].landed:
             self.residents.landed(self.flights.popleft().swaps)
             changed = True
-        most = max(1, len(self.stores) * self.top_k // SHARE) * (SEEDING if self.seeding else 1)
-        self.seeding -= self.seeding > 0
-        swaps = self.residents.swaps(most) if len(self.flights) < 4 else []
+        self.turns, self.seeding = self.turns + 1, self.seeding - (self.seeding > 0)
+        most = EVERY * max(1, len(self.stores) * self.top_k // SHARE) * (SEEDING if self.seeding else 1)
+        swaps = self.residents.swaps(most) if self.turns % EVERY == 0 and len(self.flights) < 4 else []
         if swaps and self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))      # a step may still be reading what leaves
         for swap in swaps:
@@ -115,15 +116,8 @@ class SlotMemory:
             self.shadow.numpy()[:] = self.residents.where
             self.table.copy_(self.shadow, non_blocking=True)
 
-    def stepped(self, tokens: int) -> None:
-        """A step of so many tokens was enqueued."""
-        self.step, self.tokens = Flight([], self._mark(self._here())), tokens
-
-    def _count(self) -> None:
-        """What the last step asked, and what prompts asked, as far as it is known without waiting."""
-        if self.step is not None and self.step.landed:
-            self.residents.saw(self.asked[:, :self.tokens].numpy())
-            self.step = None
+    def _hear(self) -> None:
+        """What prompts asked, as far as it is known without waiting."""
         if self.telling is not None and self.telling[0].landed:
             self.residents.prompted(self.told.numpy().astype(np.float64), self.telling[1])
             self.telling, self.seeding = None, SEEDED_STEPS

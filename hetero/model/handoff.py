@@ -148,7 +148,7 @@ class Handoff:
 
     def gave_up(self) -> bool:
         """True once when a spinning kernel reached its limit: that step's output is garbage."""
-        if not self.flags.flags()[2]:
+        if not self.flags.erred:
             return False
         self.recover()
         return True

@@ -112,17 +112,17 @@ def test_memory_behind_the_slots_holds_the_bytes_of_whoever_the_table_names():
                 if (slot := int(m.table[l, e])) >= 0:
                     assert np.array_equal(m.records[l].numpy()[slot * store.record_nbytes:(slot + 1) * store.record_nbytes], store.record(e))
     right()
-    for _ in range(20):
-        m.turn()
+    for _ in range(24):
         m.asked[:, 0] = torch.tensor([[3, 4], [0, 5]], dtype=torch.int32)
-        m.stepped(1)
+        m.turn(1)
         right()
     assert m.table[0].tolist() == [-1, -1, -1, 0, 1, -1] or m.table[0].tolist() == [-1, -1, -1, 1, 0, -1]
     assert int(m.table[1, 0]) >= 0 and int(m.table[1, 5]) >= 0
     starts = torch.tensor([0, 0, 500, 500, 500, 500, 500], dtype=torch.int32)
     m.prompted(0, starts, 500)
     m.prompted(1, starts, 500)
-    for _ in range(4):
-        m.turn()
-    right()
+    m.asked.fill_(-1)
+    for _ in range(12):
+        m.turn(1)
+        right()
     assert int(m.table[0, 1]) >= 0 and m.residents.hits > 20
