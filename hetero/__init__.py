@@ -12,6 +12,7 @@ from hetero.errors import (
     EngineFailed,
     HeteroError,
     NotFinite,
+    NotWritable,
     UnsupportedModel,
     UnusableHardware,
 )
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "BadCheckpoint", "BadOption", "BadRequest", "ContextExceeded", "DoesNotFit", "DownloadFailed", "EngineFailed", "HeteroError",
-           "NotFinite", "Sampling", "UnsupportedModel", "UnusableHardware", "__version__"]
+           "NotFinite", "NotWritable", "Sampling", "UnsupportedModel", "UnusableHardware", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hetero import __version__
+from hetero.batch import command as batch
 from hetero.bench import command as bench
 from hetero.errors import BadOption, BadRequest, HeteroError
 from hetero.options import Options, add_flags, from_flags
@@ -42,9 +43,10 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"hetero {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[argparse.Namespace], int] | None, text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", parents=[shared])
-        made.set_defaults(run=run)
+        if run is not None:                    # its own commands say what they run
+            made.set_defaults(run=run)
         return made
 
     chat = command("chat", run_chat, "talk to a model; without one, to the small embedded model")
@@ -69,8 +71,9 @@ def parser() -> argparse.ArgumentParser:
     for each in (plan, report):
         each.add_argument("--json", action="store_true")
         add_flags(each.add_argument_group("options of the engine"))
-    bench.add(command("bench", lambda args: 2, "measure this machine, the kernels, a model, a setting, a server"), shared)
+    bench.add(command("bench", None, "measure this machine, the kernels, a model, a setting, a server"), shared)
     add_serve(command("serve", run_serve, "serve a model to OpenAI and Anthropic clients and to a browser (also: hetero-serve)"))
+    batch.add(command("batch", None, "answer every row of a file, here or on a Ray cluster"), shared, add_sampling, [*SAMPLING], open_model)
     cache = command("cache", run_cache, "list or remove packed experts kept on disk")
     cache.add_argument("do", choices=("list", "rm", "prune"))
     cache.add_argument("names", nargs="*", metavar="NAME", help="rm: keys (four letters are enough) or model names")

@@ -6,6 +6,7 @@ HeteroError                    something the user can act on: one line, then `hi
 ├── BadCheckpoint              files missing, cut, contradictory or hostile: file, tensor, byte range
 │   └── DownloadFailed         a hub name that could not be fetched
 ├── DoesNotFit                 the plan exceeds this machine: the shortfall
+├── NotWritable                an output file that cannot be written: full disk, read-only
 ├── UnusableHardware           a device or instruction set that was asked for and cannot be used
 ├── BadRequest                 one request's fault (`param` names the field); the others go on
 │   └── ContextExceeded        prompt longer than the context
@@ -45,6 +46,10 @@ class DownloadFailed(BadCheckpoint):
 
 class DoesNotFit(HeteroError):
     """The plan needs more than this machine has."""
+
+
+class NotWritable(HeteroError):
+    """An output file that cannot be written."""
 
 
 class UnusableHardware(HeteroError):

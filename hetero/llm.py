@@ -180,12 +180,7 @@ class LLM:
 
     def info(self) -> Info:
         """What those who prepare requests must know, as plain data: also in another process, which reads the tokenizer from the files named here."""
-        names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json") if self.source.gguf else ()
-        files = {n: text for n in names if (text := self.source.text(n)) is not None}
-        if files:
-            files["config.json"] = json.dumps(self.source.config)
-        return Info(self.name, str(self.source.folder), self.vocab, self.engine.context, self.sampling, self.sampling_sources,
-                    tuple(self.options.rows()), self.engine.limits, files)
+        return describe(self.source, self.options, self.vocab, self.engine.context, self.engine.limits)
 
     # -- what really runs -------------------------------------------------------------------------------------------------------------------
 
@@ -257,6 +252,16 @@ def fetch(name: str, offline: bool, progress: Progress, weights: bool = True) ->
     """The folder of a hub name. The hub's library takes a third of a second to import, so only those pay who need it."""
     from hetero.weights import hub
     return hub.fetch(name, offline, progress=progress, weights=weights)
+
+
+def describe(source: Source, options: Options, vocab: int, context: int, limits: Limits) -> Info:
+    """A model for those who prepare requests; its texts, when they are inside the container, go along."""
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json") if source.gguf else ()
+    files = {n: text for n in names if (text := source.text(n)) is not None}
+    if files:
+        files["config.json"] = json.dumps(source.config)
+    sampling, sources = sampling_defaults(source.json("generation_config.json") or {})
+    return Info(source.name, str(source.folder), vocab, context, sampling, sources, tuple(options.rows()), limits, files)
 
 
 def each(prompts: Any) -> list[Any]:

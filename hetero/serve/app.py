@@ -24,7 +24,7 @@ from hetero.serve.seat import Loaded, Seat
 from hetero.serve.stream import Gone, View, failed, guarded, limited, openai_error, sse, status_of, unless_gone
 from hetero.wire import prepare
 from hetero.wire.responses import ResponsesRequest
-from hetero.wire.schema import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorReply, TemplateRequest, TokenizeRequest, Wire
+from hetero.wire.schema import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorReply, TemplateRequest, TokenizeRequest, Wire, fault
 
 log = logging.getLogger("hetero.serve")
 T = TypeVar("T")
@@ -121,10 +121,8 @@ def add_faults(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def form(request: Request, e: RequestValidationError) -> Response:
-        first = e.errors()[0]
-        place = ".".join(str(p) for p in first.get("loc", ()) if p not in ("body",) and not str(p).startswith("function-"))
-        return error_of(request.url.path, 400, f"{place or 'body'}: {first.get('msg', 'cannot be read')}"[:500], "invalid_request_error", None,
-                        str(place).split(".")[0] or None)
+        found = fault(e.errors())
+        return error_of(request.url.path, 400, found.message, "invalid_request_error", None, found.param)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, e: HTTPException) -> Response:
@@ -139,7 +137,7 @@ def add_faults(app: FastAPI) -> None:
         return error_of(request.url.path, 503, "the answer took too long", "server_error", "timeout")
 
     @app.exception_handler(Exception)
-    async def fault(request: Request, e: Exception) -> Response:
+    async def broken(request: Request, e: Exception) -> Response:
         log.error("a fault while answering %s", request.url.path, exc_info=e)
         return error_of(request.url.path, 500, "an internal fault; the log has more", "server_error", None)
 

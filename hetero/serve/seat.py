@@ -10,7 +10,7 @@ from typing import Any
 from hetero.errors import HeteroError
 from hetero.serve.metrics import Meter
 from hetero.serve.relay import NotReady, Relay
-from hetero.wire.prepare import Texts
+from hetero.wire.prepare import Texts, serves
 from hetero.wire.records import Info
 
 
@@ -36,9 +36,8 @@ class Loaded:
 
     def check_name(self, name: str | None) -> None:
         """A model that is named must be this one. Raises UnknownModel."""
-        known = {*self.names, self.texts.info.name, Path(self.name).name}
-        if name and name not in known and Path(name).name not in known:
-            raise UnknownModel(f"the model {name[:200]!r} is not served here; {self.name!r} is")
+        if not serves(name, self.names, self.texts.info.name):
+            raise UnknownModel(f"the model {str(name)[:200]!r} is not served here; {self.name!r} is")
 
 
 class Seat:

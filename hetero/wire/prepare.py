@@ -5,7 +5,7 @@ Everything here may take a while (templates, tokenizing, compiling) and is calle
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,12 @@ def mask_of(job: Job, vocabulary: grammar.Vocabulary) -> Mask | None:
         return None
     mask: Mask = vocabulary.mask(job.grammar)
     return grammar.AfterReasoning(mask, vocabulary.tokenizer, vocabulary.size, job.after, job.may_open) if job.after else mask
+
+
+def serves(name: str | None, names: Sequence[str], model: str) -> bool:
+    """Whether a body that says `name` means the model that is called `names` and was opened as `model`: it may also say the last part of a path."""
+    known = {*names, model, Path(names[0]).name}
+    return not name or name in known or Path(name).name in known
 
 
 def new_id(kind: str) -> str:

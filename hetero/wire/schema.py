@@ -3,9 +3,12 @@
 Types are strict ("0.7" is no number), null means absent, unknown fields are kept aside and logged. Sources: OpenAI's and Anthropic's API references.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from hetero.errors import BadRequest
 
 Text = Annotated[str, Field(max_length=4_000_000)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -20,6 +23,13 @@ class Wire(BaseModel):
     def unknown(self) -> list[str]:
         """Fields that mean nothing to us."""
         return sorted(self.model_extra or {})
+
+
+def fault(errors: Sequence[Any]) -> BadRequest:
+    """The first of pydantic's errors: where, and what is wrong there."""
+    first = errors[0]
+    place = ".".join(str(p) for p in first.get("loc", ()) if p != "body" and not str(p).startswith("function-"))
+    return BadRequest(f"{place or 'body'}: {first.get('msg', 'cannot be read')}"[:500], param=place.split(".")[0] or None)
 
 
 class ErrorBody(BaseModel):

@@ -1,0 +1,1 @@
+"""Offline batches: many rows in, one line out for each, whatever happens between."""
