@@ -21,13 +21,13 @@ EXAMPLES = """examples:
 exit codes: 0 every row answered, 3 finished with failed rows, 130 stopped (--resume goes on)"""
 
 
-def add_commands(to: argparse.ArgumentParser, add_sampling: Callable[[argparse.ArgumentParser], None], names: Iterable[str],
-                 load: Callable[[str | None, Options], "LLM"]) -> None:
-    """names: the flags that `add_sampling` adds; load: opens a model and shows how far that is."""
+def add(to: argparse.ArgumentParser, shared: argparse.ArgumentParser, add_sampling: Callable[[argparse.ArgumentParser], None],
+        names: Iterable[str], load: Callable[[str | None, Options], "LLM"]) -> None:
+    """shared: flags that every command has; names: the flags that `add_sampling` adds; load: opens a model and shows how far that is."""
     to.formatter_class, to.epilog = argparse.RawDescriptionHelpFormatter, EXAMPLES
     commands = to.add_subparsers(title="commands", metavar="run|check", required=True)
-    run = commands.add_parser("run", help="answer every row of a file")
-    check = commands.add_parser("check", help="tell what is wrong with a file, without loading the model")
+    run = commands.add_parser("run", help="answer every row of a file", parents=[shared])
+    check = commands.add_parser("check", help="tell what is wrong with a file, without loading the model", parents=[shared])
     for each in (run, check):
         each.add_argument("input", metavar="IN", help="JSONL, plain or gzip; - is stdin: OpenAI batch lines, or {\"prompt\": …} or {\"messages\": …}")
         each.add_argument("--model", metavar="MODEL", help="folder, GGUF file or hub name; not given: the embedded model")
@@ -76,10 +76,10 @@ def run_batch(args: argparse.Namespace, names: Iterable[str], load: Callable[[st
     if args.ray is None:
         return run(task, args.model, options, lambda opening: alone(opening, load))
     try:
-        from hetero.batch import spread
+        from hetero.batch.spread import cluster
     except ImportError as e:
         raise BadOption(f"Ray is not installed ({e.name})", "pip install 'hetero-moe[ray]'") from e
-    return run(task, args.model, options, lambda opening: spread.cluster(opening, args.ray))
+    return run(task, args.model, options, lambda opening: cluster(opening, args.ray))
 
 
 def run_check(args: argparse.Namespace, names: Iterable[str]) -> int:

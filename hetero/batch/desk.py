@@ -18,7 +18,7 @@ from hetero.memory.plan import Plan
 from hetero.options import Options
 from hetero.request import Output
 from hetero.text.reply import Reply
-from hetero.weights.source import Source, open_source
+from hetero.weights.source import EMBEDDED, Source, open_source
 from hetero.wire import prepare
 from hetero.wire.answers import ChatAnswer, CompletionAnswer, error_body
 from hetero.wire.prepare import Prepared, Texts
@@ -73,15 +73,20 @@ def seed_of(seed: int, id: str) -> int:
     return int.from_bytes(hash_of(seed, id)[:8], "little") >> 11
 
 
+def called(info: Info) -> str:
+    """What the server would call the model."""
+    return "embedded" if info.folder == str(EMBEDDED) else Path(info.name).name
+
+
 class Desk:
     """Takes rows for the model of `texts`."""
 
     def __init__(self, texts: Texts, wanted: Wanted) -> None:
-        self.texts, self.wanted, self.served = texts, wanted, wanted.served or texts.info.name
+        self.texts, self.wanted, self.served = texts, wanted, wanted.served or called(texts.info)
 
     def take(self, row: Row) -> Ready:
         """A row's jobs, checked as the server checks them. Raises BadRequest naming the field."""
-        if not isinstance(name := row.body.get("model"), str | None) or not prepare.serves(name, self.served, self.texts.info.name):
+        if not isinstance(name := row.body.get("model"), str | None) or not prepare.serves(name, (self.served,), self.texts.info.name):
             raise BadRequest(f"the model {str(name)[:80]!r} is not run here; {self.served!r} is", "--served-model-name is what rows call it", "model")
         id, seed = hash_of(self.wanted.seed, row.id)[8:].hex(), seed_of(self.wanted.seed, row.id)
         try:

@@ -29,6 +29,11 @@ def key_of_output(found: dict[str, Any]) -> bytes:
     return key_of(None, error["line"]) if by_line else key_of(id, 0)
 
 
+def encode(line: dict[str, Any]) -> bytes:
+    """An output line; a lone surrogate stays the escape that it came as."""
+    return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
+
+
 class Journal:
     """One file of lines. Opening locks it, cuts a torn end off and reads which rows it has; raises NotWritable or BadOption."""
 
@@ -115,9 +120,8 @@ class Sink:
         self._groups: dict[bool, list[tuple[bytes, bytes]]] = {True: [], False: []}
         self._bytes, self._since = 0, time.monotonic()
 
-    def put(self, turn: int, key: bytes, line: dict[str, Any], good: bool) -> None:
-        """A finished row; `line` is one of the format's output lines."""
-        data = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
+    def put(self, turn: int, key: bytes, data: bytes, good: bool) -> None:
+        """A finished row; `data` is its encoded line."""
         if not self.in_order:
             self._take(good, key, data)
         else:

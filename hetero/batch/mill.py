@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hetero.batch.desk import Desk, Ready
+from hetero.batch.journal import encode
 from hetero.batch.rows import Line, Misread, parse, read_lines
 from hetero.batch.survey import Survey
 from hetero.engine.scheduler import LOOK, Limits
@@ -42,7 +43,7 @@ class Item:
 
     turn: int
     ready: Ready | None = None
-    line: dict[str, Any] | None = None
+    failed: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Done:
     """A finished row."""
 
     turn: int
-    line: dict[str, Any]
+    data: bytes                          # its output line
     good: bool
     prompt_tokens: int = 0
     tokens: int = 0
@@ -97,10 +98,10 @@ def item_of(line: Line, first: int, desk: Desk) -> Item:
         row = parse(line)
         id = row.id
         if first:
-            return Item(line.turn, None, desk.duplicate(id, line.number, first))
+            return Item(line.turn, None, encode(desk.duplicate(id, line.number, first)))
         return Item(line.turn, desk.take(row))
     except BadRequest as e:
-        return Item(line.turn, None, desk.failed(e.id if isinstance(e, Misread) else id, line.number, e))
+        return Item(line.turn, None, encode(desk.failed(e.id if isinstance(e, Misread) else id, line.number, e)))
 
 
 def ordered(window: list[Item]) -> list[Item]:
@@ -138,7 +139,7 @@ class Mill:
                 added += 1
         except BadRequest as e:
             self._drop(ready)
-            self._ended.append(Done(ready.row.turn, self.desk.failed(ready.row.id, ready.row.number, e), False))
+            self._ended.append(Done(ready.row.turn, encode(self.desk.failed(ready.row.id, ready.row.number, e)), False))
             return
         self._open[ready.row.turn] = ready.sequences
         self.sequences += ready.sequences
@@ -166,12 +167,13 @@ class Mill:
         if output.finish == "error":
             self.sequences -= self._open.pop(row.turn)
             self._drop(ready)
-            return [Done(row.turn, self.desk.failed(row.id, row.number, EngineFailed(output.error or "failed"), 500, "server_error"), False)]
+            failed = self.desk.failed(row.id, row.number, EngineFailed(output.error or "failed"), 500, "server_error")
+            return [Done(row.turn, encode(failed), False)]
         if self._open[row.turn]:
             return []
         del self._open[row.turn]
         self._drop(ready)
-        return [Done(row.turn, self.desk.line(ready), True, ready.prompt_tokens, sum(len(r.answer.token_ids) for r in ready.replies()))]
+        return [Done(row.turn, encode(self.desk.line(ready)), True, ready.prompt_tokens, sum(len(r.answer.token_ids) for r in ready.replies()))]
 
     def _drop(self, ready: Ready) -> None:
         for prepared in ready.jobs:

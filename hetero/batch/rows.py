@@ -8,6 +8,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +28,7 @@ class Line:
     turn: int
     number: int                          # in the file, from 1
     data: bytes | None
+    at: int = 0                          # its first byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +49,41 @@ class Misread(BadRequest):
     id: str | None = None
 
 
-def open_input(path: Path) -> IO[bytes]:
+@contextmanager
+def open_input(path: Path) -> Iterator[IO[bytes]]:
     """Bytes of a file, decompressed when it is gzip by its first bytes."""
     try:
         file = path.open("rb")
-        magic = file.peek(2)[:2]
     except OSError as e:
         raise BadRequest(f"{path}: {e.strerror}", "the input is a JSONL file, or - for stdin", "input") from e
-    return gzip.open(file, "rb") if magic == b"\x1f\x8b" else file  # type: ignore[return-value]
+    with file:
+        if file.peek(2)[:2] != b"\x1f\x8b":
+            yield file
+            return
+        with gzip.open(file, "rb") as unpacked:
+            yield unpacked  # type: ignore[misc]
 
 
-def read_lines(path: Path, digest: Any = None) -> Iterator[Line]:
-    """Lines that are not blank; a byte order mark, CRLF and a missing last newline do no harm. digest: told every byte. Raises BadRequest when the
-    file cannot be read to its end."""
-    turn = number = 0
+def read_lines(path: Path, digest: Any = None, at: int = 0, number: int = 0) -> Iterator[Line]:
+    """Lines that are not blank; a byte order mark, CRLF and a missing last newline do no harm. digest: told every byte. at, number: where to begin,
+    and how many lines are before. Raises BadRequest when the file cannot be read to its end."""
+    turn = 0
     with open_input(path) as file:
         try:
+            file.seek(at)
             while data := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
+                start, number, at = at, number + 1, at + len(data)
                 if digest is not None:
                     digest.update(data)
                 long = len(data) > MAX_LINE_BYTES
                 while long and not data.endswith(b"\n") and (data := file.readline(MAX_LINE_BYTES)):
+                    at += len(data)
                     if digest is not None:
                         digest.update(data)
                 if number == 1:
                     data = data.removeprefix(b"\xef\xbb\xbf")
                 if long or (data := data.strip()):
-                    yield Line(turn, number, None if long else data)
+                    yield Line(turn, number, None if long else data, start)
                     turn += 1
         except (OSError, EOFError, zlib.error) as e:
             raise BadRequest(f"{path}: cannot be read beyond line {number}: {e}", "a cut or damaged file? make it again", "input") from e

@@ -104,7 +104,7 @@ class Batch:
 
     def put(self, done: Done) -> None:
         """A finished row to its file."""
-        self.sink.put(done.turn, self.survey.keys.at(done.turn), done.line, done.good)
+        self.sink.put(done.turn, self.survey.keys.at(done.turn), done.data, done.good)
         self.meter.good += done.good
         self.meter.bad += not done.good
 
@@ -145,8 +145,8 @@ class Alone:
     def _start(self, batch: Batch, mill: Mill, item: Item) -> None:
         if item.ready is not None:
             mill.start(item.ready)
-        elif item.line is not None:
-            batch.put(Done(item.turn, item.line, False))
+        elif item.failed is not None:
+            batch.put(Done(item.turn, item.failed, False))
         else:
             batch.sink.skip(item.turn)
 
@@ -174,6 +174,7 @@ class Opening:
 def alone(opening: Opening, load: Callable[[str | None, Options], LLM] = lambda name, options: LLM(name, options=options)) -> Iterator[Crew]:
     """The model in this process."""
     with closing(load(opening.name, opening.options)) as model:
+        model.generate([[0] * 4], replace(model.sampling, max_tokens=2, ignore_eos=True))      # kernels are compiled at their first use
         yield Alone(model.engine, model.info(), opening.ceiling)
 
 
@@ -242,8 +243,12 @@ def check_paths(task: Task) -> None:
     places = [p.resolve() for p in (task.output, task.bad, *([Path(task.input)] if task.input != "-" else []))]
     if len(set(places)) < len(places):
         raise BadOption("input, output and errors must be different files", "give another -o or --errors")
-    if not task.resume and (used := next((p for p in (task.output, task.bad) if p.exists() and p.stat().st_size), None)):
-        raise BadOption(f"{used} has rows already", "--resume goes on with it; or give another -o")
+    try:
+        used = [p for p in (task.output, task.bad) if p.exists() and p.stat().st_size]
+    except OSError as e:
+        raise NotWritable(f"{task.output}: {e.strerror}", "give another -o") from e
+    if used and not task.resume:
+        raise BadOption(f"{used[0]} has rows already", "--resume goes on with it; or give another -o")
 
 
 def spooled(task: Task, resumed: bool) -> Path:
