@@ -59,7 +59,7 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 def wanted_of(args: argparse.Namespace, names: Iterable[str]) -> Any:
-    from hetero.batch.desk import Wanted
+    from hetero.batch.rows import Wanted
 
     given = {k: list(v) if k == "stop" else v for k, v in vars(args).items() if k in names or k in ("stop", "ignore_eos")}
     return Wanted(args.served_model_name, args.tool_format, args.chat_template, given)

@@ -1,7 +1,6 @@
 """Rows to requests and outputs to lines, for one model: the server's own checks and words, seeds from ids; knows no engine and no file."""
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 
 from hetero import llm
 from hetero.batch.journal import DUPLICATE
-from hetero.batch.rows import CHAT, COMPLETIONS, Row
+from hetero.batch.rows import CHAT, COMPLETIONS, Row, Wanted
 from hetero.engine.scheduler import Limits
 from hetero.errors import BadRequest, HeteroError
 from hetero.memory.plan import Plan
@@ -28,18 +27,6 @@ from hetero.wire.schema import ChatRequest, CompletionRequest, fault
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 VARYING = ("timings", "cache_miss")      # of a server's answer: what depends on the neighbours and the clock
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a user says about all rows: the name that bodies use for the model, how it writes calls, and sampling where a row says nothing."""
-
-    served: str = ""
-    tool_format: str = "auto"
-    chat_template: Path | None = None
-    sampling: Mapping[str, Any] | None = None
-    seed: int = 0
-    created: int = 0                     # seconds since the epoch, the same for all answers of a batch
 
 
 @dataclass

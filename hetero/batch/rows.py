@@ -7,7 +7,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,18 @@ class Row:
     url: str
     body: dict[str, Any]
     short: bool = False
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user says about all rows: the name that bodies use for the model, how it writes calls, and sampling where a row says nothing."""
+
+    served: str = ""
+    tool_format: str = "auto"
+    chat_template: Path | None = None
+    sampling: Mapping[str, Any] | None = None
+    seed: int = 0
+    created: int = 0                     # seconds since the epoch, the same for all answers of a batch
 
 
 class Misread(BadRequest):

@@ -21,11 +21,12 @@ import numpy as np
 
 from hetero.batch import manifest as manifests
 from hetero.batch import size
-from hetero.batch.desk import Desk, Wanted, open_desk
+from hetero.batch.desk import Desk, open_desk
 from hetero.batch.journal import Journal, Sink, sync_folder
 from hetero.batch.keys import Keys
 from hetero.batch.mill import WINDOW_ROWS, Done, Engine, Feed, Item, Mill
 from hetero.batch.progress import EVERY_S, Meter, Progress, clock
+from hetero.batch.rows import Wanted
 from hetero.batch.survey import Count, Fault, Survey, look
 from hetero.errors import BadOption, BadRequest, DoesNotFit, NotWritable
 from hetero.forecast import forecast

@@ -1,7 +1,7 @@
 """A batch over a Ray cluster: Ray Data moves rows and runs them again where a machine was lost, one engine lives on each machine; schedules nothing.
 
-Blocks of rows are read on the machine that has the input, when there is room for them. Each machine has a `Station` (an actor with the model) and a
-`Hand` (Ray Data's actor, which only passes blocks on): when a machine is lost, Ray starts its hand elsewhere, and it takes that place's station.
+Blocks of rows are read on the machine that has the input, when there is room for them. Each machine has a `Station` (an actor with the model) and
+hands (Ray Data's actors, which only pass blocks on): when a machine is lost, Ray starts its hands elsewhere, and they take that place's station.
 """
 
 import gzip
@@ -9,13 +9,11 @@ import logging
 import queue
 import secrets
 import shutil
-import socket
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from itertools import cycle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,158 +23,17 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+from ray.exceptions import RayTaskError
 
 from hetero import __version__
-from hetero.batch import manifest
-from hetero.batch.desk import Wanted, desk_of
-from hetero.batch.mill import Done, Mill, item_of
-from hetero.batch.rows import Line, open_input, read_lines
+from hetero.batch.hands import IN, NAMESPACE, OUT, Hand, Order, Reading
+from hetero.batch.mill import Done
+from hetero.batch.rows import open_input, read_lines
 from hetero.batch.run import Batch, Opening
 from hetero.engine.scheduler import LOOK
 from hetero.errors import BadOption, EngineFailed, HeteroError, NotWritable
-from hetero.llm import LLM
-from hetero.options import Options
 
-UNIT_ROWS, AHEAD = 64, 32                # rows of a block; blocks that one hand may hold
-NAMESPACE = "hetero"
-IN = pa.schema([("turn", pa.int64()), ("number", pa.int64()), ("first", pa.int64()), ("data", pa.binary())])
-OUT = pa.schema([("turn", pa.int64()), ("good", pa.bool_()), ("data", pa.binary()), ("prompt", pa.int64()), ("cached", pa.int64()),
-                 ("tokens", pa.int64()), ("machine", pa.string())])
-
-
-@dataclass(frozen=True)
-class Order:
-    """What every machine must know. `token` names this run."""
-
-    name: str | None
-    options: Options
-    wanted: Wanted
-    fingerprint: str
-    version: str
-    token: str
-    at_once: int                         # blocks that one hand may hold
-
-
-@dataclass
-class Call:
-    """A block at a station."""
-
-    left: int
-    found: list[dict[str, Any]] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
-
-
-class Station:
-    """The engine of one machine. `run` is called from many threads, the engine from one."""
-
-    def __init__(self, order: Order) -> None:
-        self.machine = f"{socket.gethostname()} {ray.get_runtime_context().get_node_id()[:8]}"
-        if order.version != __version__:
-            raise BadOption(f"{self.machine} has hetero {__version__}, the batch was begun by {order.version}", "install the same version everywhere")
-        self.model = LLM(order.name, options=order.options)
-        if manifest.fingerprint(self.model.source) != order.fingerprint:
-            raise BadOption(f"{self.machine}: {order.name} is another model than the one on the machine that reads the input", "copy the same files")
-        self.model.generate([[0] * 4], replace(self.model.sampling, max_tokens=2, ignore_eos=True))
-        self.desk = desk_of(self.model.info(), order.wanted)
-        self.mill = Mill(self.model.engine, self.desk)
-        self.calls: dict[int, Call] = {}
-        self.inbox: queue.SimpleQueue[tuple[Call, dict[str, Any]]] = queue.SimpleQueue()
-        self.draining, self.failure = False, ""
-        threading.Thread(target=self._loop, daemon=True).start()
-
-    def drain(self) -> None:
-        """What has not begun comes back unfinished."""
-        self.draining = True
-
-    def run(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows to their lines. Raises EngineFailed."""
-        call = Call(len(rows))
-        for row in rows:
-            self.inbox.put((call, row))
-        while not call.ended.wait(1.0):
-            if self.failure:
-                break
-        if self.failure:
-            raise EngineFailed(f"{self.machine}: {self.failure}", "the rows that ran there are not finished: --resume")
-        return call.found
-
-    def _loop(self) -> None:
-        try:
-            while True:
-                while not self.mill.full and not (self.inbox.empty() and not self.mill.idle):
-                    self._take(*self.inbox.get())
-                before = self.model.engine.stats().cached_tokens
-                finished = self.mill.step()
-                cached = self.model.engine.stats().cached_tokens - before
-                for i, done in enumerate(finished):
-                    self._give(self.calls.pop(done.turn), done, cached if i == 0 else 0)
-        except HeteroError as e:
-            self.failure = e.message
-        except Exception as e:  # noqa: BLE001  the thread's outer door: whoever waits must hear of it
-            self.failure = f"{type(e).__name__}: {e}"
-
-    def _take(self, call: Call, row: dict[str, Any]) -> None:
-        if self.draining:
-            self._give(call, None)
-            return
-        item = item_of(Line(row["turn"], row["number"], row["data"]), row["first"], self.desk)
-        if item.ready is not None:
-            self.calls[item.turn] = call
-            self.mill.start(item.ready)
-        else:
-            self._give(call, Done(item.turn, item.failed or b"", False))
-
-    def _give(self, call: Call, done: Done | None, cached: int = 0) -> None:
-        if done is not None:
-            call.found.append({"turn": done.turn, "good": done.good, "data": done.data, "prompt": done.prompt_tokens, "cached": cached,
-                               "tokens": done.tokens, "machine": self.machine})
-        call.left -= 1
-        if not call.left:
-            call.ended.set()
-
-
-class Hand:
-    """Passes blocks to the station of the machine it is on, and starts that when there is none."""
-
-    def __init__(self, order: Order) -> None:
-        self.order = order
-        self._station()
-
-    def _station(self) -> Any:
-        node = ray.get_runtime_context().get_node_id()
-        card = next((n["Resources"].get("GPU", 0) for n in ray.nodes() if n["NodeID"] == node), 0) > 0
-        made = ray.remote(Station).options(name=f"{self.order.token}-{node}", get_if_exists=True, scheduling_strategy=On(node, soft=False),
-                                           num_cpus=0, num_gpus=int(card), max_concurrency=4 * self.order.at_once)
-        return made.remote(self.order)
-
-    def __call__(self, block: pa.Table) -> pa.Table:
-        for again in (2, 1, 0):
-            try:
-                return pa.Table.from_pylist(ray.get(self._station().run.remote(block.to_pylist())), OUT)
-            except (ActorDiedError, ActorUnavailableError) as e:
-                if not again or "__init__" in str(e):      # a model that does not load here will not load again
-                    raise
-        raise AssertionError
-
-
-class Reading:
-    """Reads one block: rows of (turn, line number, line that had the id first), from a byte of a plain file on."""
-
-    def __init__(self, path: Path, at: int, rows: np.ndarray) -> None:
-        self.path, self.at, self.rows = path, at, rows      # rows [n, 3] int64
-
-    def __call__(self) -> list[pa.Table]:
-        wanted = {int(number): (int(turn), int(first)) for turn, number, first in self.rows}
-        found = []
-        for line in read_lines(self.path, None, self.at, int(self.rows[0, 1]) - 1):
-            if line.number in wanted:
-                turn, first = wanted[line.number]
-                found.append({"turn": turn, "number": line.number, "first": first, "data": line.data})
-                if len(found) == len(wanted):
-                    break
-        return [pa.Table.from_pylist(found, IN)]
+UNIT_ROWS, AHEAD, HANDS = 64, 32, 2      # rows of a block; blocks that one hand may hold; hands for each machine, as Ray may put two together
 
 
 class Rows(Datasource):
@@ -250,7 +107,7 @@ class Cluster:
         left, most = int((~batch.done).sum()), self.opening.options.max_batch + LOOK
         rows = max(1, min(UNIT_ROWS, left // (8 * len(self.nodes))))
         order = Order(self.opening.name, self.opening.options, batch.desk.wanted, self.opening.fingerprint, __version__, self.token,
-                      min(AHEAD, -(-most // rows) + 1))
+                      min(AHEAD, -(-most // (HANDS * rows)) + 1))
         with plain(batch.input, batch.task.output) as path:
             data = self._dataset(order, blocks_of(batch, path.resolve(), rows), batch.sink.in_order)
             for turn in np.flatnonzero(batch.done):
@@ -261,15 +118,14 @@ class Cluster:
                                f"{done.tokens / batch.meter.took_s:,.0f} tok/s")
 
     def _dataset(self, order: Order, blocks: list[Reading], in_order: bool) -> Any:
-        context, places = DataContext.get_current(), cycle(self.nodes)
+        context, hands = DataContext.get_current(), HANDS * len(self.nodes)
         context.enable_progress_bars = False
         context.execution_options.preserve_order = in_order
         context.print_on_execution_start = False
-        here = On(ray.get_runtime_context().get_node_id(), soft=False)
-        rows = ray.data.read_datasource(Rows(blocks), num_cpus=0, override_num_blocks=len(blocks), ray_remote_args={"scheduling_strategy": here})
-        pool = ActorPoolStrategy(size=len(self.nodes), max_tasks_in_flight_per_actor=order.at_once, max_concurrent_calls_per_actor=order.at_once)
-        return rows.map_batches(Hand, compute=pool, batch_size=None, batch_format="pyarrow", fn_constructor_args=(order,), num_cpus=0,
-                                ray_remote_args_fn=lambda: {"scheduling_strategy": On(next(places), soft=True)})
+        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        rows = ray.data.read_datasource(Rows(blocks), num_cpus=0, concurrency=1, override_num_blocks=len(blocks), label_selector=here)
+        pool = ActorPoolStrategy(size=hands, max_tasks_in_flight_per_actor=order.at_once, max_concurrent_calls_per_actor=order.at_once)
+        return rows.map_batches(Hand, compute=pool, batch_size=None, batch_format="pyarrow", fn_constructor_args=(order,), num_cpus=0)
 
     def _collect(self, batch: Batch, data: Any) -> None:
         """Lines as they come, read in a thread so that signals are heard at once."""
