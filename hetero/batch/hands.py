@@ -32,6 +32,21 @@ class Order:
     at_once: int                         # blocks that one hand may hold
 
 
+class Post:
+    """The actor around a `Station`: whoever only calls it does not import what the engine needs."""
+
+    def __init__(self, order: Order) -> None:
+        from hetero.batch.station import Station
+
+        self.station = Station(order)
+
+    def run(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return self.station.run(rows)
+
+    def drain(self) -> None:
+        self.station.draining = True
+
+
 class Hand:
     """Passes blocks to the station of the machine it is on, and starts that when there is none."""
 
@@ -40,11 +55,9 @@ class Hand:
         self._station()
 
     def _station(self) -> Any:
-        from hetero.batch.station import Station
-
         node = ray.get_runtime_context().get_node_id()
         card = next((n["Resources"].get("GPU", 0) for n in ray.nodes() if n["NodeID"] == node), 0) > 0
-        made = ray.remote(Station).options(name=f"{self.order.token}-{node}", get_if_exists=True, scheduling_strategy=On(node, soft=False),
+        made = ray.remote(Post).options(name=f"{self.order.token}-{node}", get_if_exists=True, scheduling_strategy=On(node, soft=False),
                                            num_cpus=0, num_gpus=int(card), max_concurrency=4 * self.order.at_once)
         return made.remote(self.order)
 

@@ -40,14 +40,10 @@ class Station:
         self.model.generate([[0] * 4], replace(self.model.sampling, max_tokens=2, ignore_eos=True))
         self.desk = desk_of(self.model.info(), order.wanted)
         self.mill = Mill(self.model.engine, self.desk)
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, list[Call]] = {}       # who waits for a turn: two, when Ray asked again while it ran
         self.inbox: queue.SimpleQueue[tuple[Call, dict[str, Any]]] = queue.SimpleQueue()
-        self.draining, self.failure = False, ""
+        self.draining, self.failure = False, ""      # draining: what has not begun comes back unfinished
         threading.Thread(target=self._loop, daemon=True).start()
-
-    def drain(self) -> None:
-        """What has not begun comes back unfinished."""
-        self.draining = True
 
     def run(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Rows to their lines. Raises EngineFailed."""
@@ -70,7 +66,8 @@ class Station:
                 finished = self.mill.step()
                 cached = self.model.engine.stats().cached_tokens - before
                 for i, done in enumerate(finished):
-                    self._give(self.calls.pop(done.turn), done, cached if i == 0 else 0)
+                    for call in self.calls.pop(done.turn):
+                        self._give(call, done, cached if i == 0 else 0)
         except HeteroError as e:
             self.failure = e.message
         except Exception as e:  # noqa: BLE001  the thread's outer door: whoever waits must hear of it
@@ -80,9 +77,12 @@ class Station:
         if self.draining:
             self._give(call, None)
             return
+        if row["turn"] in self.calls:
+            self.calls[row["turn"]].append(call)
+            return
         item = item_of(Line(row["turn"], row["number"], row["data"]), row["first"], self.desk)
         if item.ready is not None:
-            self.calls[item.turn] = call
+            self.calls[item.turn] = [call]
             self.mill.start(item.ready)
         else:
             self._give(call, Done(item.turn, item.failed or b"", False))
