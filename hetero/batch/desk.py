@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from hetero import llm
+from hetero.arch.spec import Model
 from hetero.batch.journal import DUPLICATE
 from hetero.batch.rows import CHAT, COMPLETIONS, Row, Wanted
 from hetero.engine.scheduler import Limits
@@ -134,12 +135,13 @@ class Desk:
                 "error": error}
 
 
-def open_desk(name: str | None, options: Options, plan: Plan, wanted: Wanted) -> tuple[Desk, Source]:
-    """The text side of a model whose weights are not read."""
+def open_desk(name: str | None, options: Options, plan: Plan, wanted: Wanted) -> tuple[Desk, Source, Model, Options]:
+    """The text side of a model whose weights are not read; its spec, and the options as it means them."""
     source = open_source(name, partial(llm.fetch, offline=options.offline, progress=lambda *_: None))
-    model, (tokenizer, _) = llm.read_model(source, options), llm.read_text(source, options.load_format != "dummy")
-    info = llm.describe(source, options, min(tokenizer.size, model.vocab), plan.ctx, Limits(plan.max_batch, plan.chunk, options.max_stall_ms / 1e3))
-    return desk_of(info, wanted), source
+    skeleton, options = llm.bridge_to(source, options)
+    model, (tokenizer, _) = skeleton.model if skeleton else source.spec().first(options.layers), llm.read_text(source, options.load_format != "dummy")
+    limits = Limits(plan.max_batch, plan.chunk, options.max_stall_ms / 1e3)
+    return desk_of(llm.describe(source, options, min(tokenizer.size, model.vocab), plan.ctx, limits), wanted), source, model, options
 
 
 def desk_of(info: Info, wanted: Wanted) -> Desk:

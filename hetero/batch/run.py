@@ -30,7 +30,7 @@ from hetero.batch.rows import Wanted
 from hetero.batch.survey import Count, Fault, Survey, look
 from hetero.errors import BadOption, BadRequest, DoesNotFit, NotWritable
 from hetero.forecast import forecast
-from hetero.llm import LLM, read_model
+from hetero.llm import LLM
 from hetero.memory.cost import Machine
 from hetero.memory.plan import Plan
 from hetero.options import Options
@@ -197,7 +197,7 @@ def run(task: Task, name: str | None, options: Options, open_crew: Callable[[Ope
     wanted = replace(task.wanted, seed=seed, created=before["created"] if before else int(time.time()))
     plan, machine = plan_of(name, options)
     options = options.with_values("plan", ctx=plan.ctx)
-    desk, source = open_desk(name, options, plan, wanted)
+    desk, source, model, meant = open_desk(name, options, plan, wanted)
     progress = Progress(Meter(), task.progress)
     with ExitStack() as stack:
         stack.callback(desk.texts.checker.close)
@@ -224,8 +224,7 @@ def run(task: Task, name: str | None, options: Options, open_crew: Callable[[Ope
         progress.meter = meter = Meter(survey.rows, int(done.sum()))
         stop = Stop(progress.say)
         if not done.all():
-            model = read_model(source, options)
-            options = options.with_values("cost model", max_batch=size.pick(model, machine, options, plan, means["mean_tokens"]))
+            options = options.with_values("cost model", max_batch=size.pick(model, machine, meant, plan, means["mean_tokens"]))
             opening = Opening(name, options, desk, partial(size.second_of, plan, model, machine), manifest["model"]["fingerprint"])
             with open_crew(opening) as crew, stop.listening():
                 meter.began_s = time.monotonic()
@@ -330,7 +329,7 @@ def check(input: str, name: str | None, options: Options, wanted: Wanted, on_fau
     """`hetero batch check`: what is wrong with an input, without loading the model."""
     if input != "-" and not Path(input).is_file():
         raise BadOption(f"{input}: no such file", "a JSONL file, plain or gzip, or - for stdin")
-    desk, _ = open_desk(name, options, forecast(name, options)[0], wanted)
+    desk = open_desk(name, options, forecast(name, options)[0], wanted)[0]
     try:
         return look(Path("/dev/stdin") if input == "-" else Path(input), desk, on_fault)
     finally:

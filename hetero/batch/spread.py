@@ -7,6 +7,7 @@ hands (Ray Data's actors, which only pass blocks on): when a machine is lost, Ra
 import gzip
 import logging
 import queue
+import re
 import secrets
 import shutil
 import threading
@@ -23,8 +24,8 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
-from ray.exceptions import RayTaskError
 
+import hetero
 from hetero import __version__
 from hetero.batch.hands import IN, NAMESPACE, OUT, Hand, Order, Reading
 from hetero.batch.mill import Done
@@ -183,15 +184,11 @@ class Cluster:
 
 
 def failure(e: BaseException) -> HeteroError:
-    """What a machine failed of, in one line: Ray wraps the error of an actor in errors of its own."""
-    cause: BaseException | None = e
-    while cause is not None:
-        inner = cause.cause if isinstance(cause, RayTaskError) else None
-        cause, last = inner or cause.__cause__, cause
-        if isinstance(last, HeteroError):
-            return last
-    lines = [line.strip() for line in str(e).splitlines() if line.strip()]
-    return EngineFailed(f"the cluster failed: {lines[-1][:300] if lines else type(e).__name__}", "ray's logs say more; --resume goes on")
+    """What a machine failed of, in one line: Ray sends errors of actors as the text of their traces."""
+    said = re.findall(r"^\W*(?:\w+\.)*(\w+): (.+)$", str(e), re.MULTILINE)
+    ours = [(name, text) for name, text in said if name in hetero.__all__]
+    name, text = (ours or [(n, t) for n, t in said if n.endswith("Error")] or [(type(e).__name__, str(e).splitlines()[0])])[-1]
+    return EngineFailed(f"the cluster failed: {text[:300]}" if ours else f"the cluster failed: {name}: {text[:300]}", "--resume goes on")
 
 
 @contextmanager
