@@ -40,6 +40,8 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path, self.keys = path, Keys()
         try:
+            if path.exists() and not path.is_file():
+                raise BadOption(f"{path}: no regular file, so nothing could be resumed from it", "give a path on a disk")
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
