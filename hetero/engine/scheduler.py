@@ -233,8 +233,9 @@ class Scheduler:
 
     def _admit(self) -> Sequence | None:
         """The first waiting sequence whose pages are there, in order; none may pass a sequence that has waited beyond patience."""
-        promised = sum(self._owed(s) for s in self.running)
-        coming = {d for s in self.running if s.computed < s.length - 1 for d in s.table.digests[s.table.committed:]}
+        prompts = [s for s in self.running if s.computed < s.length - 1]       # who decodes has its pages already
+        promised = sum(self._owed(s) for s in prompts)
+        coming = {d for s in prompts for d in s.table.digests[s.table.committed:]}
         for sequence in self.waiting[:LOOK]:
             table = sequence.table
             limit = 0 if sequence.scoring else sequence.length - 1       # the last token is always evaluated

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_kill import ROOT, TINY, rows_of, write
+
+from tests.batch.process import ROOT, TINY, rows_of, write
 
 pytest.importorskip("ray")
 
