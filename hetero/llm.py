@@ -118,7 +118,14 @@ class LLM:
         return self.template.prompt([p for p in prompt if isinstance(p, dict)]).ids
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | None = None) -> list[Answer]:
-        """Answers to one prompt or to many at once, in order, `sampling.n` for each."""
+        """Answers to one prompt or to many at once, in order, `sampling.n` for each: texts, token ids or lists of messages. Raises BadRequest.
+
+            with LLM("path/to/model", max_batch=64) as llm:
+                for answer in llm.generate([f"Fact {i}:" for i in range(1000)], Sampling(temperature=0.0, max_tokens=40)):
+                    print(answer.text, answer.finish_reason)
+
+        `max_batch` decode at once and the others wait. What must survive a crash is a file and `hetero batch run`.
+        """
         jobs = [self._reply(p, sampling or self.sampling) for p in each(prompts)]
         for id, replies in jobs:
             for output in self._outputs(id, len(replies)):

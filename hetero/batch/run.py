@@ -196,7 +196,7 @@ def run(task: Task, name: str | None, options: Options, open_crew: Callable[[Ope
     seed = task.seed if task.seed is not None else before["seed"] if before else 0
     wanted = replace(task.wanted, seed=seed, created=before["created"] if before else int(time.time()))
     plan, machine = plan_of(name, options)
-    options = options.with_values("plan", ctx=plan.ctx)
+    options = options.with_values("plan", ctx=plan.ctx, kv_ram=size.overflow(plan, options))
     desk, source, model, meant = open_desk(name, options, plan, wanted)
     progress = Progress(Meter(), task.progress)
     with ExitStack() as stack:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hetero.arch.spec import Model
 from hetero.memory.cost import Machine, prefill_terms
-from hetero.memory.plan import Plan, plan
+from hetero.memory.plan import GiB, Plan, plan
 from hetero.options import Options
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -20,6 +20,12 @@ def second_of(found: Plan, model: Model, machine: Machine, rows: int) -> float:
     else:
         head = max(sum(p.nbytes for p in heads) / machine.vram_bytes_s, rows * 2.0 * model.vocab * model.hidden / machine.gpu_flops)
     return rows / (sum(t.seconds for t in terms) + head)
+
+
+def overflow(found: Plan, options: Options) -> int | None:
+    """System memory for KV pages that leave a GPU: half of what is to spare, at most 8 GiB, unless the user said."""
+    spare = (found.ram_limit_bytes - max(found.ram_bytes, found.peak_load_ram_bytes)) // 2
+    return min(8 * GiB, spare) if found.device != "cpu" and options.source("kv_ram") == "default" and spare > GiB else options.kv_ram
 
 
 def pick(model: Model, machine: Machine, options: Options, planned: Plan, mean_tokens: float) -> int:
