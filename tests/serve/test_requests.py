@@ -192,3 +192,36 @@ def test_schemas_that_compile_slowly_do_not_hold_up_a_plain_request(make_stage, 
         finally:
             gate.set()
         assert all(j.result().status_code == 200 for j in jobs)
+
+
+def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_place(make_stage, monkeypatch):
+    stage = make_stage(limits=Limits(max_batch=2, chunk_tokens=8))
+    run = stage.engine.runner.run
+
+    def slow(work):
+        time.sleep(0.02)
+        return run(work)
+    monkeypatch.setattr(stage.engine.runner, "run", slow)
+    body = json.dumps({"prompt": [300 + i for i in range(400)], "max_tokens": 5}).encode()
+    with socket.create_connection(("127.0.0.1", stage.port)) as client:
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        end = time.monotonic() + 20
+        while not stage.engine.count.prefill_tokens:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    stage.until_idle(20)
+    stats = stage.engine.stats()
+    assert stats.aborted == 1 and stats.pages_held == 0 and 0 < stats.prefill_tokens < 400 and stats.decode_tokens == 0
+
+
+def test_each_of_several_ends_is_in_the_count_and_in_no_text(stage):
+    """Tokens, log-probabilities and text stay in step at whichever id ends the answer."""
+    for last in (stage.tok.encode("a")[0], stage.tok.encode("b")[0], 2):
+        stage.says = Script((*stage.tok.encode("Hi 😀"), last))
+        body = {"stop_token_ids": [stage.tok.encode("a")[0], stage.tok.encode("b")[0]], "logprobs": True, "max_tokens": 30}
+        r = stage.chat(**body).json()
+        entries = r["choices"][0]["logprobs"]["content"]
+        assert r["choices"][0]["message"]["content"] == "Hi 😀" and r["choices"][0]["finish_reason"] == "stop" and r["usage"]["completion_tokens"] == len(entries)
+        assert b"".join(bytes(e["bytes"]) for e in entries).decode() == "Hi 😀"
+        streamed = [e for c in stage.events(**body)[:-1] for e in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
+        assert [e["bytes"] for e in streamed] == [e["bytes"] for e in entries]

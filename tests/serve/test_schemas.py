@@ -1,10 +1,12 @@
 """Answers under random JSON schemas validate, and a fuzzer that reads our own description of the API finds no fault of ours."""
 import json
+import os
 import random
 
 import pytest
 
 jsonschema = pytest.importorskip("jsonschema")
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "15"))         # scripts/fuzz_api asks for more
 
 
 def random_schema(rng, depth=0):
@@ -56,6 +58,7 @@ def test_answers_under_random_schemas_validate(stage, part):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_a_fuzzer_that_reads_our_description_finds_no_fault(stage, mode):
@@ -68,7 +71,7 @@ def test_a_fuzzer_that_reads_our_description_finds_no_fault(stage, mode):
     def attack(op):
         documented = {405, *(int(code) for code in op.definition.raw["responses"])}
 
-        @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], database=None)
+        @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], database=None)
         @given(case=op.as_strategy(generation_mode=GenerationMode(mode)))
         def run(case):
             if isinstance(case.body, dict) and isinstance(case.body.get("max_tokens"), (int, type(None))):
