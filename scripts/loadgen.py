@@ -100,6 +100,7 @@ def main() -> int:
     parser.add_argument("--ttft-ms", type=int, default=1000)
     parser.add_argument("--tpot-ms", type=int, default=100)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--scenario", choices=["Server", "Offline"], help="this one alone")
     parser.add_argument("--url", help="a server that is there already")
     args, flags = parser.parse_known_args()
     python = environment("loadgen", "mlcommons-loadgen>=5.1")
@@ -107,7 +108,7 @@ def main() -> int:
         with server(None, *flags) as (url, _):
             return os.spawnv(os.P_WAIT, python, [str(python), __file__, "--url", url, *sys.argv[1:]])
     bad = 0
-    for scenario in ("Server", "Offline"):
+    for scenario in (args.scenario,) if args.scenario else ("Server", "Offline"):
         with tempfile.TemporaryDirectory() as folder:
             summary, failed = run(args, args.url, scenario, Path(folder))
         print(summary.split("No warnings")[0].split("Test Parameters Used")[0])
