@@ -6,6 +6,7 @@ nearest codes for it: a sixth less error than rounding to the largest magnitude 
 Knows the tiles' bytes as `rows/` documents them; no expert, no thread.
 """
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,16 @@ def _largest(b: Builder, x: list[Value]) -> tuple[Value, Value, Value]:
 
 
 def _emit_int4(b: Builder, source: Value, scale_at: Value, codes_at: Value) -> Value:
-    """32 float32 -> fp16 scale, 32 codes 0..15."""
+    """64 float32 -> two fp16 scales 32 B apart, 64 codes 0..15. The two groups go in step: one alone is a chain of instructions that wait."""
+    bads, at = list[Value](), lanes.plus
+    groups = [_int4_steps(b, at(b, source, 128 * g), at(b, scale_at, 32 * g), at(b, codes_at, 32 * g), bads) for g in range(2)]
+    for _ in zip(*groups, strict=True):
+        pass
+    return b.or_(*bads)
+
+
+def _int4_steps(b: Builder, source: Value, scale_at: Value, codes_at: Value, bads: list[Value]) -> Iterator[None]:
+    """The code of one group, a piece at a time; puts 1 into `bads` when something is not finite."""
     x = [load(b, source, _R, 32 * i, 4) for i in range(4)]
     m, bits, bad = _largest(b, x)
     signed = [b.bitcast(v, _W) for v in x]           # as integers, floats above 0 have their order and those below are negative
@@ -105,20 +115,24 @@ def _emit_int4(b: Builder, source: Value, scale_at: Value, codes_at: Value) -> V
         if abs(c) >= 7.5:
             q = [lanes.least(b, v, const(_R, 7.0)) for v in q]
         return [lanes.most(b, v, const(_R, -8.0)) for v in q] if abs(c) > 8 else q
-    products, squares = [], []
+    products, squares = list[Value](), list[Value]()
+    bads.append(bad)
+    yield
     for c in CANDIDATES:
         q = codes(splat(b, b.fmul(inverse, const(F32, c)), 8), c)
         xq = qq = const(_R, 0.0)
         for v, w in zip(x, q, strict=True):
             xq, qq = lanes.fma(b, v, w, xq), lanes.fma(b, w, w, qq)
-        products.append(xq)
-        squares.append(qq)
+        products, squares = [*products, xq], [*squares, qq]
+        yield
     xq, qq = _sums8(b, products), _sums8(b, squares)
     safe = lanes.most(b, qq, const(_R, 1.0))
     gain = b.fdiv(b.fmul(xq, xq), safe)
+    yield
     rank = b.bitcast(gain, _W)                       # never negative
     best = b.icmp_signed(">=", rank, splat(b, _reduce(b, "smax", rank), 8))
     lane = _reduce(b, "umin", b.select(best, ir_indices(list(range(8))), const(_W, 7)))
+    yield
     table = lanes.ir.Constant(_R, list(CANDIDATES))
     nearest = b.fdiv(b.extract_element(xq, lane), b.extract_element(safe, lane))
     short = b.and_(b.add(b.bitcast(nearest, I32), const(I32, 1 << 18)), const(I32, -1 << 19))
@@ -128,7 +142,7 @@ def _emit_int4(b: Builder, source: Value, scale_at: Value, codes_at: Value) -> V
     store(b, b.select(usable, _half_bits(b, scale), const(I16, 0)), scale_at, 0, 2)
     for i, q in enumerate(codes(splat(b, factor, 8))):
         store(b, b.trunc(b.add(b.fptosi(q, _W), const(_W, 8)), vec(I8, 8)), codes_at, 8 * i)
-    return bad
+    yield
 
 
 def _emit_int8(b: Builder, source: Value, scale_at: Value, codes_at: Value) -> Value:
@@ -210,10 +224,10 @@ def packer(format: str, tag: str) -> Any:
                     row = block * ROWS + n
                     take_row(source + row * row_nbytes + k * COLS * width, min(cols - k * COLS, COLS) if row < rows else 0, spare)
                     if scaled:
-                        for g in range(2):
-                            if int4:
-                                bad |= _int4(spare + 128 * g, tile + 32 * g + 2 * n, spare + 256 + 32 * g)
-                            else:
+                        if int4:
+                            bad |= _int4(spare, tile + 2 * n, spare + 256)
+                        else:
+                            for g in range(2):
                                 bad |= _int8(spare + 128 * g, tile + 32 * g + 2 * n, spare + 256 + 32 * g)
                         place(spare + 256, tile + 64 + 4 * n)
                     else:
