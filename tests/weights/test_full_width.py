@@ -33,7 +33,8 @@ with LLM(sys.argv[1], ctx=256, max_batch=1, packed_cache=False) as llm:
     answer = llm.generate("hello", Sampling(temperature=0, max_tokens=3, ignore_eos=True))[0]
     filled = llm.bank.filled
     print(json.dumps({"peak": peak, "planned": llm.plan.peak_load_ram_bytes, "arena": filled.nbytes, "ids": answer.token_ids,
-                      "arrived": list(filled.origins.values())[0].arrived, "error": list(filled.origins.values())[0].error}))
+                      "arrived": list(filled.origins.values())[0].arrived, "error": list(filled.origins.values())[0].error,
+                      "said": str(list(filled.origins.values())[0])}))
 """
 
 
@@ -83,8 +84,9 @@ def write(folder, config, family):
 @pytest.mark.parametrize(("family", "config", "arrived"), [("gpt_oss", GPT_OSS, "mxfp4"), ("deepseek_v3", DEEPSEEK, "fp8_b128")])
 def test_a_published_layout_loads_and_answers_within_its_plan(family, config, arrived, tmp_path):
     write(tmp_path, config, family)
-    out = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], check=True, cwd=ROOT, capture_output=True, text=True).stdout
-    found = json.loads(out.splitlines()[-1])
+    done = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], check=False, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
     print(found)
-    assert found["arrived"] == arrived and len(found["ids"]) == 3
+    assert found["arrived"] == arrived and len(found["ids"]) == 3 and found["said"].endswith("exact")
     assert found["peak"] <= 1.05 * found["planned"] + (512 << 20)
