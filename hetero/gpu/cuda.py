@@ -148,7 +148,7 @@ class CodedMatrix:
 
     def __init__(self, ops: Cuda, weight: Tensor, bias: Tensor | None, logits: bool) -> None:
         self.ops = ops
-        self.codes, self.scales = linear.quantize(weight.to(ops.device))
+        self.codes, self.scales = linear.quantize(weight, ops.device)
         self.bias = None if bias is None else ops.own(bias)
         self.out = torch.float32 if logits else ops.dtype
         self.rows, self.cols = weight.shape

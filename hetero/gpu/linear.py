@@ -11,6 +11,7 @@ from hetero.arch.spec import Act
 from hetero.gpu.launch import early, follow
 
 GROUP = 128                              # columns that share a scale
+AT_ONCE = 1 << 24                        # weights that are quantized at a time
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 
 
@@ -126,13 +127,20 @@ def expand(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tor
     return out
 
 
-def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, K] float -> (int8 [N, K], float32 scales [N, ceil(K / 128)])."""
-    N, K = w.shape
-    g = torch.nn.functional.pad(w.float(), (0, -K % GROUP)).view(N, -1, GROUP)
-    scales = g.abs().amax(-1) / 127
-    codes = (g / scales.clamp(min=1e-30)[..., None]).round_().to(torch.int8)
-    return codes.view(N, -1)[:, :K].contiguous(), scales
+def quantize(w: torch.Tensor, device: torch.device | str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, K] float -> (int8 [N, K], float32 scales [N, ceil(K / 128)]) on `device` (None: where w is), some rows at a time: a card that is nearly
+    full has no room for a head in float32."""
+    (N, K), device = w.shape, w.device if device is None else device
+    codes = torch.empty(N, K, dtype=torch.int8, device=device)
+    scales = torch.empty(N, -(-K // GROUP), device=device)
+    rows = max(1, AT_ONCE // K)
+    for at in range(0, N, rows):
+        part = w[at:at + rows].to(device).float()
+        g = torch.nn.functional.pad(part, (0, -K % GROUP)).view(len(part), -1, GROUP)
+        s = g.abs().amax(-1) / 127
+        scales[at:at + rows] = s
+        codes[at:at + rows] = (g / s.clamp(min=1e-30)[..., None]).round_().view(len(part), -1)[:, :K].to(torch.int8)
+    return codes, scales
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

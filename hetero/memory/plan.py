@@ -21,7 +21,7 @@ MiB, GiB = 1 << 20, 1 << 30
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 RING_SLOTS, SLOT_BYTES = 3, 128 * MiB           # prefill's ring of expert groups
 CACHE_FLOOR = 3                                 # below this many times top-k slots per layer, an expert cache costs more than it brings
-HEADROOM_BYTES = 256 * MiB                      # what an expert cache that nobody sized leaves to prefill and to the allocator's gaps
+HEADROOM_BYTES = 512 * MiB                      # what an expert cache that nobody sized leaves to prefill and to the allocator's gaps
 PROCESS_BYTES = 700 * MiB                       # interpreter, torch, kernels' code
 
 
