@@ -6,7 +6,7 @@ Types are strict ("0.7" is no number), null means absent, unknown fields are kep
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hetero.errors import BadRequest
 
@@ -68,6 +68,13 @@ class Message(Wire):
     tool_calls: Annotated[list[ToolCall], Field(max_length=256)] | None = None
     tool_call_id: str | None = None
     reasoning_content: Text | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Message":
+        """An assistant's content may be missing (it called tools) and a tool's too; nobody's is an empty list. "" is content."""
+        if self.content == [] or (self.content is None and self.role in ("system", "developer", "user")):
+            raise ValueError(f"a message of role {self.role} needs content")
+        return self
 
 
 class Function(Wire):

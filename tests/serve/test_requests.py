@@ -32,6 +32,8 @@ def refused(r, status=400, param=None, words=""):
     ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": 3}, "logprobs"), ({"stream_options": {}}, "stream_options"), ({"min_tokens": 10**9}, "min_tokens"),
     ({"messages": []}, "messages"), ({"messages": None}, "messages"), ({"messages": "hi"}, "messages"), ({"messages": [{"role": "god", "content": "x"}]}, "messages"), ({"messages": [{"content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"), ({"messages": [{"role": "user", "content": 3}]}, "messages"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages"), ({"messages": [{"role": "user", "content": None}]}, "messages"),
+    ({"messages": [{"role": "system"}, *HI]}, "messages"), ({"messages": [{"role": "assistant", "content": []}, *HI]}, "messages"),
     ({"messages": [*HI, {"role": "system", "content": "x"}]}, "messages"), ({"tools": [{"type": "function"}]}, "tools"), ({"tools": [{"type": "web"}]}, "tools"), ({"tools": [TOOL, TOOL]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice"), ({"tool_choice": "perhaps"}, "tool_choice"),
     ({"response_format": {"type": "json_schema"}}, "response_format"), ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "(("}}}}, "response_format"),

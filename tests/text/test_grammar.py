@@ -208,6 +208,21 @@ def test_text_without_a_call_stays_free(make_tok, name):
         assert tok.id_of(form.think[1]) in allowed(mask, tok.size) and tok.id_of(form.calls.open) in allowed(mask, tok.size)
 
 
+def test_with_channels_an_answer_may_think_answer_or_call(make_tok):
+    form = FORMATS["harmony"]
+    tok = make_tok(specials=formats.markers(form), ends=["<|return|>", "<|call|>"])
+    made = Calls(tok, form, TOOLS, ALL).offered()
+    thought = "<|channel|>analysis<|message|>Hm <x>.<|end|><|start|>assistant"
+    for text, ends in ((thought + "<|channel|>final<|message|>Hello!", {"<|return|>", "<|call|>"}),
+                       (thought + '<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}', {"<|call|>"}), ("<|channel|>commentary to=functions.go", None)):
+        mask, ok = Vocabulary(tok, tok.size).mask(made, "tools"), True
+        for i in tok.encode(text):
+            ok = ok and i in allowed(mask, tok.size)
+            mask.accept(i)
+        assert ok == (ends is not None)
+        assert ends is None or {tok.added[i] for i in set(allowed(mask, tok.size)) & tok.ends()} == ends
+
+
 def test_calls_or_an_answer_of_a_schema(vocabulary, tok):
     made = Calls(tok, FORMATS["hermes"], TOOLS).required(instead={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False})
     for text, want in (('{"a": 3}', True), ('<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>', True), ("Hello", False), ('<tool_call>\n{"name": "go"', False)):
