@@ -195,8 +195,8 @@ def test_random_weights_stand_in_for_files(folder, tmp_path):
         assert len(llm.generate([1, 2, 3], hetero.Sampling(max_tokens=3, temperature=0, ignore_eos=True))[0].token_ids) == 3
 
 
-def test_plan_of_a_bare_config_counts_what_the_skeleton_holds(folder):
-    plan, _ = forecast(str(folder / "config.json"), Options(device="cpu"), config_only=True)
+def test_plan_of_a_bare_config_counts_what_the_skeleton_holds(folder, tmp_path):
+    plan, _ = forecast(str(folder / "config.json"), Options(device="cpu", cache_dir=tmp_path), config_only=True)
     model = tiny.build("AfmoeForCausalLM")[1]
     assert plan.total_params == sum(p.numel() for p in model.parameters())
     assert plan.active_params < plan.total_params and plan.kv_bytes_per_token == 4 * 2 * 2 * 16 * 4
