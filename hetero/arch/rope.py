@@ -5,6 +5,7 @@ yarn (arXiv 2309.00071), longrope (arXiv 2402.13753). Defaults of left-out numbe
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,12 @@ def softmax_growth(rope: Rope) -> float:
         return 1.0
     v: dict[str, Any] = dict(rope.scaling.values)
     return yarn_size(v["factor"], v["all_dim"]) ** 2 if v["all_dim"] else 1.0
+
+
+def short_context(ropes: Iterable[Rope | None]) -> int | None:
+    """Tokens up to which longrope turns by its short factors; None without longrope. A context beyond it turns every position by the long ones."""
+    found = [int(dict(r.scaling.values)["original"]) for r in ropes if r is not None and r.scaling is not None and r.scaling.kind == "longrope"]   # type: ignore[arg-type]
+    return min(found, default=None)
 
 
 def frequencies(rope: Rope, length: int = 0) -> tuple[np.ndarray, float]:

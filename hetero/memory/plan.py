@@ -12,6 +12,7 @@ from typing import Any
 
 from cpu_kernels.formats import FORMATS
 from hetero.arch import tensors
+from hetero.arch.rope import short_context
 from hetero.arch.spec import GQA, MLA, Dense, Foreign, GatedDeltaNet, Model, MoE
 from hetero.errors import BadOption, UnusableHardware
 from hetero.memory.cost import Machine, Term, decode_terms, prefill_terms
@@ -321,7 +322,8 @@ def _kv(model: Model, options: Options, dtype: str, free: int, page: int = 16) -
     When every layer has a window, a sequence keeps its widest and the pages at both ends of it.
     """
     affordable = max(0, free // 2) // max(1, kv_token_nbytes(model, dtype))
-    ctx = options.ctx or model.context or 4096
+    short = short_context(a.rope for layer in model.layers if isinstance(a := layer.attention, (GQA, MLA)))
+    ctx = options.ctx or short or model.context or 4096      # a longer one turns short texts otherwise than trained: only when asked for
     windows = [a.window if isinstance(a, GQA) else None for layer in model.layers if not isinstance(a := layer.attention, (GatedDeltaNet, Foreign))]
     kept = ctx if None in windows or not windows or model.foreign else min(ctx, max(w for w in windows if w is not None) + 2 * page)
     while options.ctx is None and kept > max(2048, affordable):

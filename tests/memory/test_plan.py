@@ -177,3 +177,13 @@ def test_an_unpinned_plan_never_exceeds_a_card_that_holds_the_dense_part(vram, r
 
 def test_small_models_are_counted_in_millions():
     assert [table._count(n) for n in (30_532_122_624, 35_700_000, 1_000_000_000)] == ["30.5B", "35.7M", "1.0B"]
+
+
+def test_a_longrope_model_gets_the_context_of_its_short_factors_unless_a_longer_one_is_asked_for():
+    config = {"architectures": ["PhiMoEForCausalLM"], "hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 512, "max_position_embeddings": 131072,
+              "original_max_position_embeddings": 4096, "rope_theta": 10000.0,
+              "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [3.0] * 32, "short_mscale": 1.2, "long_mscale": 1.3,
+                               "original_max_position_embeddings": 4096}}
+    model = families.read(config)
+    assert make(model).ctx == 4096 and make(model, ctx="16k").ctx == 16384
