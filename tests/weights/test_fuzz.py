@@ -134,6 +134,7 @@ def test_a_few_hundred_mutated_files(write, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("write", [write_safetensors, write_gguf])
 def test_ten_thousand_mutated_files(write, tmp_path):
     run(write, tmp_path, 5000, 2)
