@@ -18,7 +18,7 @@ from hetero.arch.spec import MoE
 from hetero.bench.result import Plot, Result, Row, busy_note, machine_facts
 from hetero.bench.timer import interval, spread
 from hetero.engine.runner import Decoder
-from hetero.errors import BadOption
+from hetero.errors import BadOption, EngineFailed
 from hetero.gpu.ops import Step
 from hetero.llm import LLM
 from hetero.memory.cache import Cache
@@ -104,7 +104,7 @@ def run(llm: LLM, cell: Cell, tokens: int, salt: int) -> None:
             now = time.perf_counter()
             for output in outputs:
                 if output.error:
-                    raise BadOption(f"a request failed: {output.error}", "this is what the model said, not a figure")
+                    raise EngineFailed(f"a request of the bench failed: {output.error}")
                 if output.id in waiting:
                     cell.ttft_s.append(now - began)
                     waiting.discard(output.id)
