@@ -1,5 +1,6 @@
 """What Ray Data runs on a cluster: reading blocks of rows, and passing them on to the machine's engine; imports nothing heavy before it must."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
 from hetero.batch.rows import Wanted, read_lines
 from hetero.options import Options
 
-NAMESPACE = "hetero"
+NAMESPACE, PATIENCE_S = "hetero", 120.0
 IN = pa.schema([("turn", pa.int64()), ("number", pa.int64()), ("first", pa.int64()), ("data", pa.binary())])
 OUT = pa.schema([("turn", pa.int64()), ("good", pa.bool_()), ("data", pa.binary()), ("prompt", pa.int64()), ("cached", pa.int64()),
                  ("tokens", pa.int64()), ("machine", pa.string())])
@@ -52,9 +53,9 @@ class Hand:
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self._station()
+        self._post()
 
-    def _station(self) -> Any:
+    def _post(self) -> Any:
         node = ray.get_runtime_context().get_node_id()
         card = next((n["Resources"].get("GPU", 0) for n in ray.nodes() if n["NodeID"] == node), 0) > 0
         made = ray.remote(Post).options(name=f"{self.order.token}-{node}", get_if_exists=True, scheduling_strategy=On(node, soft=False),
@@ -62,13 +63,16 @@ class Hand:
         return made.remote(self.order)
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        for again in (2, 1, 0):
+        """A post that is lost is started again; with a whole machine this process ends too, within PATIENCE_S, and Ray begins again elsewhere."""
+        end = time.monotonic() + PATIENCE_S
+        while True:
             try:
-                return pa.Table.from_pylist(ray.get(self._station().run.remote(block.to_pylist())), OUT)
-            except (ActorDiedError, ActorUnavailableError) as e:
-                if not again or "__init__" in str(e):      # a model that does not load here will not load again
+                return pa.Table.from_pylist(ray.get(self._post().run.remote(block.to_pylist())), OUT)
+            except RayError as e:
+                lost = isinstance(e, RayActorError) and "creation task" not in str(e)        # a model that does not load here will not load again
+                if not lost or time.monotonic() > end:
                     raise
-        raise AssertionError
+                time.sleep(2.0)
 
 
 class Reading:
