@@ -38,7 +38,7 @@ def main(folder: Path, rows: int) -> None:
     job(rows, "out")
     with (folder / "out").open("rb") as file:
         lines = sum(1 for _ in file)
-    print(json.dumps({"lines": lines, "growth_bytes": memory("VmHWM") - before, "seconds": time.monotonic() - began}))
+    print(json.dumps({"lines": lines, "before_bytes": before, "growth_bytes": memory("VmHWM") - before, "seconds": time.monotonic() - began}))
 
 
 if __name__ == "__main__":
