@@ -16,8 +16,9 @@ from cpu_kernels.team import Team
 from hetero import options as settings
 from hetero.arch import families, tensors
 from hetero.arch.spec import Model
-from hetero.engine.devices import PAGE, place
+from hetero.engine.devices import place
 from hetero.engine.engine import Engine
+from hetero.engine.placed import PAGE
 from hetero.engine.scheduler import Limits
 from hetero.errors import BadOption, BadRequest, DoesNotFit, UnusableHardware
 from hetero.memory import bank as banks

@@ -19,7 +19,7 @@ from hetero.bridge.decoder import MARKS, Conversations, Decoder, Kept, shared_be
 from hetero.bridge.files import Files
 from hetero.bridge.routed import Computed, attach, register
 from hetero.bridge.skeleton import Skeleton
-from hetero.engine.devices import KV_NAMES, PAGE, Placed, failed
+from hetero.engine.placed import KV_NAMES, PAGE, Placed, failed
 from hetero.errors import BadCheckpoint, BadOption, UnsupportedModel
 from hetero.gpu.host import Host
 from hetero.gpu.ops import Check, Matrix, Row

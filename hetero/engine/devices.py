@@ -1,23 +1,18 @@
 """A plan made real on its device: arithmetic, executors, decoder, cache, and what replays decode steps; knows no file and no request."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from collections.abc import Mapping
 
 from cpu_kernels import ExpertLayer, cpu
 from cpu_kernels.team import Team
 from hetero.arch.spec import Model, MoE
-from hetero.errors import BadOption, UnusableHardware
+from hetero.engine.placed import KV_NAMES, PAGE, Placed, failed, fresh, pages_of
+from hetero.errors import BadOption
 from hetero.gpu.host import Host
-from hetero.gpu.ops import Check, Row, Step
 from hetero.gpu.plain import Plain
 from hetero.memory.arena import Arena
 from hetero.memory.cache import Cache, page_nbytes
 from hetero.memory.cost import Machine
 from hetero.memory.plan import Plan
-from hetero.memory.residents import Residents
 from hetero.model.check import check_experts, check_parts
 from hetero.model.drawn import draw_routing
 from hetero.model.experts import OnCpu
@@ -25,39 +20,6 @@ from hetero.model.load import load_decoder
 from hetero.model.replay import Replay
 from hetero.model.weights import Weights
 from hetero.options import Options
-
-PAGE = 16
-KV_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8"}
-
-
-class Run(Protocol):
-    """What an engine drives: a decoder with its decode steps replayed."""
-
-    def __call__(self, step: Step, cache: Cache) -> Tensor: ...
-
-    def diagnose(self, step: Step, cache: Cache) -> int | None: ...
-
-
-class Reporting(Protocol):
-    """A decoder that tells what it runs."""
-
-    def report(self) -> Iterator[tuple[int | None, Row]]: ...
-
-
-@dataclass(frozen=True)
-class Placed:
-    """`decoder` computes any step; `run` is the same with decode steps replayed over `cache`, and what an engine drives. `facts`: lines for the
-    report. `replay(cache, pages)`: the same for one sequence of at most that many pages over another cache; `fresh(pages)`: such a cache.
-    `residents`: the expert cache, if on."""
-
-    decoder: Reporting
-    run: Run
-    cache: Cache
-    facts: Mapping[str, str]
-    checks: tuple[Check, ...]
-    replay: Callable[[Cache, int], Run]
-    fresh: Callable[[int], Cache]
-    residents: Residents | None = None
 
 
 def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: Mapping[int, ExpertLayer], team: Team, arena: Arena,
@@ -94,23 +56,3 @@ def place_on_cpu(plan: Plan, model: Model, options: Options, weights: Weights, l
     how = "each step one job of the team" if ops.recordable else "layer by layer: a part has no job, or routing is drawn"
     return Placed(decoder, run, cache, {"decode": how} | ({"FALLBACK": wrong} if wrong else {}), checks, lambda other, pages: run,
                   fresh(plan, model))
-
-
-def fresh(plan: Plan, model: Model) -> Callable[[int], Cache]:
-    """Makes caches for one sequence each."""
-    return lambda pages: Cache(model, pages, PAGE, KV_NAMES[plan.kv_dtype], plan.device)
-
-
-def failed(checks: Sequence[Check], allowed: bool) -> str:
-    """What failed, in one line, when that is allowed and plain arithmetic can stand in; UnusableHardware otherwise."""
-    wrong = [c for c in checks if not c.passed]
-    said = "; ".join(f"{c.part} by {c.kernel} ({c.format}) is off by {c.error:.1e}, at most {c.bound:.0e} is right" for c in wrong)
-    if wrong and (not allowed or any(c.part == "experts" for c in wrong)):
-        raise UnusableHardware(f"the self-test failed: {said}", "HETERO_ISA=generic uses simpler kernels; --allow-fallback lets plain arithmetic "
-                               "stand in for what is not an expert; please report this with the output of hetero doctor")
-    return f"plain arithmetic stands in, for {said}" if wrong else ""
-
-
-def pages_of(plan: Plan) -> int:
-    """Pages of the longest sequence."""
-    return -(-plan.ctx // PAGE) + 1

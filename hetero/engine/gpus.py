@@ -7,8 +7,8 @@ import torch
 from cpu_kernels import ExpertLayer, cpu
 from cpu_kernels.team import Team
 from hetero.arch.spec import GatedDeltaNet, Model, MoE
-from hetero.engine.devices import Placed, failed, fresh, pages_of
 from hetero.engine.graphs import Graphs
+from hetero.engine.placed import Placed, failed, fresh, pages_of
 from hetero.errors import BadOption, DoesNotFit
 from hetero.gpu.cuda import Cuda
 from hetero.gpu.plain import Plain

@@ -9,7 +9,7 @@ import pytest
 from cpu_kernels import cpu, heads
 from cpu_kernels.team import Team
 from hetero.arch import spec
-from hetero.engine.devices import failed
+from hetero.engine.placed import failed
 from hetero.errors import UnusableHardware
 from hetero.gpu.host import Host
 from hetero.gpu.ops import Check
