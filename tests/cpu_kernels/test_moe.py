@@ -57,8 +57,11 @@ def test_equals_the_twin_given_the_same_rounded_activations(team, isa, format, h
     layer = ExpertLayer(store, isa=isa)
     for tokens, k in ((1, 4), (3, 3), (20, 3)):
         x, ids, weights = inputs(store, tokens, k)
-        # h is rounded to codes: where two arithmetics differ in the last bit a code may flip, which is one part in 127 of its group
-        close(run(layer, x, ids, weights, team), twin(store, x, ids, weights), 1e-6 if FORMATS[format].partner == "f32" else 2e-4)
+        out, ref = run(layer, x, ids, weights, team), twin(store, x, ids, weights)
+        off = np.linalg.norm(out - ref, axis=1) / (np.linalg.norm(ref, axis=1) + 1e-30)
+        # h is rounded to codes: where two arithmetics differ in the last bit a code may flip, which is one part in 127 of one value of one token
+        flipped = off > 1e-6
+        assert flipped.sum() <= (FORMATS[format].partner != "f32") and (off <= 4e-3).all(), off
 
 
 @pytest.mark.parametrize("isa", ISAS)
