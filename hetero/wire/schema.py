@@ -3,6 +3,7 @@
 Types are strict ("0.7" is no number), null means absent, unknown fields are kept aside and logged. Sources: OpenAI's and Anthropic's API references.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,8 @@ from hetero.errors import BadRequest
 
 Text = Annotated[str, Field(max_length=4_000_000)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+FIELD, BRANCHES = re.compile("[a-z_][a-z0-9_]*"), frozenset({"body", "str", "int", "float", "bool", "none", "dict", "list", "nullable"})
+CLASS = re.compile(r" or instance of \w+")
 MAX_STOPS, MAX_STOP_CHARS = 16, 512
 
 
@@ -26,10 +29,15 @@ class Wire(BaseModel):
 
 
 def fault(errors: Sequence[Any]) -> BadRequest:
-    """The first of pydantic's errors: where, and what is wrong there."""
-    first = errors[0]
-    place = ".".join(str(p) for p in first.get("loc", ()) if p != "body" and not str(p).startswith("function-"))
-    return BadRequest(f"{place or 'body'}: {first.get('msg', 'cannot be read')}"[:500], param=place.split(".")[0] or None)
+    """Of pydantic's errors the first place that is wrong, and what would be right there: one thing, or one of several."""
+    place = _place(errors[0])
+    wrong = dict.fromkeys(CLASS.sub("", str(e.get("msg", "cannot be read"))) for e in errors if _place(e) == place)
+    return BadRequest(f"{place or 'body'}: {', or '.join(wrong)}"[:500], param=place.split(".")[0] or None)
+
+
+def _place(error: Any) -> str:
+    """messages.0.content: fields and indices alone, without pydantic's names for the branches of a union."""
+    return ".".join(str(p) for p in error.get("loc", ()) if isinstance(p, int) or (FIELD.fullmatch(p) and p not in BRANCHES))
 
 
 class ErrorBody(BaseModel):

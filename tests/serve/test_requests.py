@@ -6,11 +6,13 @@ import threading
 import time
 
 import pytest
+from pydantic import ValidationError
 
 from hetero.engine.scheduler import Limits
 from hetero.engine.scripted import Script
 from hetero.errors import EngineFailed
 from hetero.serve.door import Settings
+from hetero.wire.schema import ChatRequest, CompletionRequest, fault
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -227,3 +229,15 @@ def test_each_of_several_ends_is_in_the_count_and_in_no_text(stage):
         assert b"".join(bytes(e["bytes"]) for e in entries).decode() == "Hi 😀"
         streamed = [e for c in stage.events(**body)[:-1] for e in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
         assert [e["bytes"] for e in streamed] == [e["bytes"] for e in entries]
+
+
+@pytest.mark.parametrize("form, body, text", [
+    (CompletionRequest, {"prompt": 3}, "prompt: Input should be a valid string, or Input should be a valid list"),
+    (CompletionRequest, {"prompt": "x", "stop": 5}, "stop: Input should be a valid string, or Input should be a valid list"),
+    (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string, or Input should be a valid list"),
+    (ChatRequest, {"messages": HI, "tool_choice": 5}, "tool_choice: Input should be 'none', 'auto' or 'required', or Input should be a valid dictionary"),
+])
+def test_what_is_wrong_is_said_by_field_without_names_of_ours(form, body, text):
+    with pytest.raises(ValidationError) as found:
+        form.model_validate(body)
+    assert str(fault(found.value.errors())).startswith(text)
