@@ -124,7 +124,7 @@ class Handoff:
     def failed(self, why: int, program: Program) -> EngineFailed:
         """What to say about a step that ended early: which layer, and whose fault."""
         times = program.times
-        last = int(times[:, 0].argmax()) if times.any() else -1
+        last = int(np.argmax(times[:, 0])) if times.any() else -1
         answered = last < 0 or times[last, 1] >= times[last, 0]
         layer = (last + 1) % self.layers if answered else last
         if why == LATE and answered:

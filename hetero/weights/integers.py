@@ -115,7 +115,7 @@ def compressed_int(place: Place, shape: tuple[int, ...], _: dict) -> Reading | N
         half = 1 << (bits - 1)
         codes = unpack(p["weight_packed"], bits, 1)[:, :K].astype(np.int16) - half if packed else p["weight"].astype(np.int16)
         groups = p["weight_g_idx"].astype(np.int64) if indexed else None
-        if groups is not None and (groups.min() < 0 or groups.max() >= G):
+        if groups is not None and ((groups < 0).any() or (groups >= G).any()):
             raise BadCheckpoint(f"{place.stem}.weight_g_idx: a group outside 0..{G - 1}")
         zeros = None
         if "weight_zero_point" in p:
@@ -158,7 +158,7 @@ def gptq_or_awq(place: Place, shape: tuple[int, ...], quant: dict) -> Reading | 
         codes = unpack(p["qweight"], bits, 1 if awq else 0, order).astype(np.int16) - half   # [K, N]
         zeros = unpack(p["qzeros"], bits, 1, order).astype(np.int16) + (add - half)          # [G, N]
         groups = p["g_idx"].astype(np.int64) if "g_idx" in p else np.arange(K) // (K // G)
-        if groups.min() < 0 or groups.max() >= G:
+        if (groups < 0).any() or (groups >= G).any():
             raise BadCheckpoint(f"{place.stem}.g_idx: a group outside 0..{G - 1}")
         ordered = K % G == 0 and np.array_equal(groups, np.arange(K) // (K // G))
         scales = np.ascontiguousarray(to_f32(p["scales"], parts["scales"].stored.dtype).T)
