@@ -57,6 +57,11 @@ class MLA:
     scale: float | None = None           # None: (nope_dim + rope.dim) ** -0.5
 
 
+def window(part: GQA | MLA) -> int | None:
+    """Tokens that a layer sees, the current one included; None: everything."""
+    return part.window if isinstance(part, GQA) else None
+
+
 @dataclass(frozen=True)
 class GatedDeltaNet:
     """Gated delta rule (arXiv 2412.06464). No KV: per sequence a state [value_heads, key_dim, value_dim] and the convolution's last inputs."""
@@ -188,6 +193,12 @@ class Model:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.ffn, MoE))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """What layers that keep KV see, each width once, None (everything) first, then the widest: layers of one width keep the same tokens."""
+        seen = {window(layer.attention) for layer in self.layers if isinstance(layer.attention, GQA | MLA)}
+        return tuple(sorted(seen, key=lambda w: -w if w else -float("inf"))) or (None,)
 
     @property
     def foreign(self) -> bool:

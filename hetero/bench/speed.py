@@ -178,8 +178,8 @@ def bytes_of(llm: LLM, batch: int, length: float) -> dict[str, float]:
         assert isinstance(part, MoE)
         E, k = part.router.experts, part.router.top_k
         routed += llm.bank.stores[l].record_nbytes * E * (1 - (1 - k / E) ** batch)
-    kv = llm.plan.kv_bytes_per_token * batch * length if llm.plan.device == "cpu" else 0.0
-    return {"dense": float(dense), "routed": routed, "KV": kv}
+    kv = batch * sum(group.seen(round(length)) for group in llm.plan.kv) if llm.plan.device == "cpu" else 0.0
+    return {"dense": float(dense), "routed": routed, "KV": float(kv)}
 
 
 def operations(llm: LLM, prompt: int) -> float:

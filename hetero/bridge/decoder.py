@@ -6,7 +6,7 @@ append are shared, all others are copied.
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from hetero.bridge.routed import Computed, joined
 from hetero.errors import EngineFailed
 from hetero.gpu.ops import Row, Step
 from hetero.memory.cache import Cache
-from hetero.memory.pages import Copy, StateCopy
+from hetero.memory.pool import Copy, StateCopy
 
 APPENDING = (DynamicLayer, DynamicSlidingWindowLayer)                 # make new tensors, and leave old ones as they were
 MARKS = 2
@@ -60,7 +60,7 @@ class Conversations(Cache):
             else:
                 self.kept[row] = self.kept[mark].copy()
 
-    def scrub(self, pages: list[int]) -> None:
+    def scrub(self, pages: Sequence[Sequence[int]]) -> None:
         """Nothing: no page holds numbers, and a row starts from nothing."""
 
 

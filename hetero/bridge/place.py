@@ -115,7 +115,7 @@ def place(plan: Plan, skeleton: Skeleton, options: Options, weights: Checkpoint 
     checks = tuple(check_experts(layers, team))
     failed(checks, False)
     checks += tuple(try_out(decoder, skeleton, plan))
-    cache = Conversations(skeleton.model, -(-plan.kv_tokens // PAGE), PAGE, KV_NAMES[plan.kv_dtype], plan.device, plan.max_batch, MARKS)
+    cache = Conversations(skeleton.model, plan.kv_tokens // PAGE, PAGE, KV_NAMES[plan.kv_dtype], plan.device, plan.max_batch, MARKS)
 
     def fresh(pages: int) -> Conversations:
         return Conversations(skeleton.model, pages, PAGE, KV_NAMES[plan.kv_dtype], plan.device)

@@ -10,8 +10,9 @@ from hetero.errors import BadOption
 from hetero.gpu.host import Host
 from hetero.gpu.plain import Plain
 from hetero.memory.arena import Arena
-from hetero.memory.cache import Cache, page_nbytes
+from hetero.memory.cache import Cache
 from hetero.memory.cost import Machine
+from hetero.memory.kv import host_pages as host_tier
 from hetero.memory.plan import Plan
 from hetero.model.check import check_experts, check_parts
 from hetero.model.drawn import draw_routing
@@ -26,8 +27,8 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
           machine: Machine) -> Placed:
     """`arena` holds the layers' experts. Raises BadOption and UnusableHardware for what cannot be meant on this device."""
     kv = KV_NAMES[plan.kv_dtype]
-    host_pages = (options.kv_ram or 0) // page_nbytes(model, PAGE, kv)
-    cache = Cache(model, -(-plan.kv_tokens // PAGE), PAGE, kv, plan.device, host_pages, plan.max_batch, plan.max_batch)
+    pages, host_pages = [group.tokens // PAGE for group in plan.kv], host_tier(plan.kv, options.kv_ram or 0)
+    cache = Cache(model, pages, PAGE, kv, plan.device, host_pages, plan.max_batch, plan.max_batch)
     if plan.device == "cpu":
         return place_on_cpu(plan, model, options, weights, layers, team, cache)
     # Triton comes only with a torch that has CUDA

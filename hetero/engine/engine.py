@@ -21,7 +21,7 @@ from hetero.engine.scheduler import Limits, Pace, Scheduler, Sequence, Work
 from hetero.errors import BadRequest, EngineFailed, HeteroError
 from hetero.gpu.ops import Step
 from hetero.memory.cache import Cache
-from hetero.memory.pages import Pages, Table
+from hetero.memory.pages import Pages
 from hetero.memory.residents import Residents
 from hetero.request import Output, Request, TokenLogprob, uniform
 
@@ -32,7 +32,7 @@ class Stats:
 
     running: int = 0
     waiting: int = 0
-    pages: int = 0
+    pages: int = 0                       # these five of the layers that see furthest
     pages_held: int = 0
     pages_cached: int = 0
     host_pages: int = 0
@@ -83,10 +83,9 @@ class Engine:
     def __init__(self, decoder: Decoder, cache: Cache, vocab: int, context: int, eos: Iterable[int], limits: Limits = Limits(),  # noqa: B008
                  estimate: Callable[[int, int], float] = guess, seed: int | None = None, residents: Residents | None = None) -> None:
         self.cache, self.vocab, self.eos, self.limits = cache, vocab, frozenset(eos), limits
-        self.pages = Pages(cache.pages, cache.page_size, cache.host_pages, cache.window, cache.marks if cache.states else None)
-        self.context = context
-        if self.pages.need(context, limits.chunk_tokens) > cache.pages:
-            self.context = cache.pages * cache.page_size
+        self.pages = Pages(cache.sizes, cache.page_size, cache.marks if cache.states else None)
+        short = [size.count for size, need in zip(cache.sizes, self.pages.need(context, limits.chunk_tokens), strict=True) if need > size.count]
+        self.context = min(context, min(short, default=context) * cache.page_size)
         self.scheduler = Scheduler(self.pages, limits, Pace(estimate, cache.page_size))
         assert not cache.states or cache.rows >= limits.max_batch
         self.runner = Runner(decoder, cache, vocab, limits.max_batch, limits.chunk_tokens, self.context)
@@ -95,7 +94,7 @@ class Engine:
         self.failure: EngineFailed | None = None
         self.torn = False                                  # the last step was interrupted: states have moved, counts have not
         self.arrivals, self.seeds, self.residents = 0, seed, residents
-        self.count = Stats(pages=cache.pages, host_pages=cache.host_pages)
+        self.count = Stats(pages=cache.sizes[0].count, host_pages=cache.sizes[0].host_count)
 
     # -- the public face ----------------------------------------------------------------------------------------------------------------
 
@@ -119,7 +118,7 @@ class Engine:
         for index in range(sampling.n):
             tokens = np.zeros(room, np.int32)
             tokens[:len(request.prompt)] = request.prompt
-            sequences.append(Sequence(request, index, seed, self.arrivals, now, tokens, len(request.prompt), Table(salt),
+            sequences.append(Sequence(request, index, seed, self.arrivals, now, tokens, len(request.prompt), self.pages.table(salt),
                                       request.mask.fork() if request.mask is not None and index else request.mask,
                                       request.watcher.fork() if request.watcher is not None and index else request.watcher))
         self.live[request.id] = Live(request, sequences)
@@ -171,10 +170,12 @@ class Engine:
         """The counters, with the gauges of now."""
         c = self.count
         c.running, c.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        c.pages_held, c.pages_cached = self.pages.held, len(self.pages.cached)
+        widest = self.pages.pools[0]
+        c.pages_cached, c.host_pages_used = len(widest.passed) + len(widest.cached), len(widest.host_used)
+        c.pages_held = widest.count - len(widest.free) - c.pages_cached
         if self.residents is not None:
             c.expert_asked, c.expert_hits = self.residents.asked, self.residents.hits
-        c.host_pages_used, c.preempted = len(self.pages.host_used), self.scheduler.preempted
+        c.preempted = self.scheduler.preempted
         return c
 
     def clear(self) -> None:
@@ -285,8 +286,7 @@ class Engine:
         where = f"after layer {layer}" if layer is not None else "in the logits"
         outputs = []
         for sequence in broken:
-            own = [p for j, p in enumerate(sequence.table.pages) if p >= 0 and j >= sequence.table.committed]
-            self.cache.scrub(own)
+            self.cache.scrub([[p for p in line[sequence.table.committed:] if p >= 0] for line in sequence.table.pages])
             outputs.append(self._end(sequence, (), "error", error=f"NaN or infinity {where} at token {sequence.length}"))
             live = self.live.get(sequence.request.id)
             if live is not None and not live.prefilled:    # the others have the same prompt

@@ -17,7 +17,7 @@ from hetero.memory.slots import SlotMemory
 from hetero.model.decoder import Decoder
 from hetero.model.handoff import Handoff
 
-ROWS = {"tokens": 0, "slots": -1, "positions": 0, "lengths": 1, "states": None}     # of a step, with what pads them; None: the spare state
+ROWS = {"tokens": 0, "positions": 0, "lengths": 1, "states": None}        # of a step, with what pads them; None: the spare state
 
 
 def sizes_to(most: int) -> tuple[int, ...]:
@@ -26,12 +26,13 @@ def sizes_to(most: int) -> tuple[int, ...]:
 
 
 class Staged:
-    """The step that graphs read, in one piece of device memory, with its twin in pinned memory: one copy brings a new step."""
+    """The step that graphs read, in one piece of device memory, with its twin in pinned memory: one copy brings a new step with the page table of the
+    first of `groups` of layers (`Step.of`), and one more that of each other."""
 
-    def __init__(self, most: int, width: int, device: torch.device) -> None:
+    def __init__(self, most: int, width: int, device: torch.device, groups: int = 1) -> None:
         self.width, at = width, 0
-        sizes = {"tokens": (most, 8), "slots": (most, 8), "positions": (most, 4), "lengths": (most, 4), "states": (most, 4), "live": (1, 4),
-                 "pages": (most * width, 4)}                     # pages last: of a small batch only its own are copied
+        sizes = {"tokens": (most, 8), "slots": (groups * most, 8), "positions": (most, 4), "lengths": (most, 4), "states": (most, 4), "live": (1, 4),
+                 "pages": (groups * most * width, 4)}            # pages last: of a small batch only its own are copied
         places = {}
         for name, (count, size) in sizes.items():
             places[name] = (at, at + count * size, size)
@@ -42,30 +43,35 @@ class Staged:
         kinds = {4: torch.int32, 8: torch.int64}
         self.host = {n: self.here[a:b].view(kinds[size]).numpy() for n, (a, b, size) in places.items()}
         t = {n: self.there[a:b].view(kinds[size]) for n, (a, b, size) in places.items()}
-        self.live, self.table = t["live"], self.host["pages"].reshape(most, width)
-        self.step = Step(t["tokens"], t["positions"], torch.arange(most + 1, dtype=torch.int32, device=device), t["lengths"],
-                         t["pages"].view(most, width), t["slots"], t["states"], torch.arange(most, device=device), 1)
+        self.live, self.tables = t["live"], self.host["pages"].reshape(groups, most, width)
+        self.slots = self.host["slots"].reshape(groups, most)
+        (pages, slots), *others = zip(t["pages"].view(groups, most, width), t["slots"].view(groups, most), strict=True)
+        self.step = Step(t["tokens"], t["positions"], torch.arange(most + 1, dtype=torch.int32, device=device), t["lengths"], pages, slots,
+                         t["states"], torch.arange(most, device=device), 1, others=tuple(others))
 
     def part(self, n: int) -> Step:
         """The first n sequences."""
         s = self.step
-        return Step(s.tokens[:n], s.positions[:n], s.starts[:n + 1], s.lengths[:n], s.pages[:n], s.slots[:n], s.states[:n], s.wanted[:n], 1)
+        return Step(s.tokens[:n], s.positions[:n], s.starts[:n + 1], s.lengths[:n], s.pages[:n], s.slots[:n], s.states[:n], s.wanted[:n], 1,
+                    others=tuple((pages[:n], slots[:n]) for pages, slots in s.others))
 
     def load(self, step: Step | None, n: int, size: int, spare: int) -> None:
         """n sequences of a step in host memory, padded to `size` with rows that write nothing and see one position of nothing."""
-        h, pages = self.host, self.table
-        if step is not None:
-            given = vars(step)
-            for name in ROWS:
-                h[name][:n] = given[name].numpy()
-            pages[:n, :step.pages.shape[1]] = step.pages.numpy()
-        if n < size:
-            for name, value in ROWS.items():
-                h[name][n:size] = spare if value is None else value
-            pages[n:size, 0] = -1
+        h = self.host
+        for name, value in ROWS.items():
+            if step is not None:
+                h[name][:n] = vars(step)[name].numpy()
+            h[name][n:size] = spare if value is None else value
+        for g, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
+            if step is not None:
+                own = step.of(g)
+                slots[:n], table[:n, :own.pages.shape[1]] = own.slots.numpy(), own.pages.numpy()
+            slots[n:size], table[n:size, 0] = -1, -1
         h["live"][0] = n
-        used = self.pages_at + size * self.width * 4
-        self.there[:used].copy_(self.here[:used], non_blocking=True)
+        for g in range(len(self.tables)):
+            first = self.pages_at + g * self.tables[0].nbytes if g else 0
+            last = self.pages_at + g * self.tables[0].nbytes + size * self.width * 4
+            self.there[first:last].copy_(self.here[first:last], non_blocking=True)
 
 
 class Graphs:
@@ -74,7 +80,7 @@ class Graphs:
     def __init__(self, decoder: Decoder, cache: Cache, handoff: Handoff | None, most: int, width: int, slots: SlotMemory | None = None) -> None:
         self.decoder, self.cache, self.handoff, self.slots = decoder, cache, handoff, slots
         device = cache.device
-        self.staged = Staged(max(1, most), width, device)
+        self.staged = Staged(max(1, most), width, device, len(cache.sizes))
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}

@@ -10,10 +10,10 @@ from hetero.arch.spec import Model
 from hetero.errors import UnusableHardware
 from hetero.gpu.ops import Check, Row, Step
 from hetero.memory.cache import Cache
+from hetero.memory.kv import PAGE as PAGE
 from hetero.memory.plan import Plan
 from hetero.memory.residents import Residents
 
-PAGE = 16
 KV_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8"}
 
 

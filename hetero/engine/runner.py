@@ -28,20 +28,42 @@ class Decoder(Protocol):
         ...
 
 
+class Shown:
+    """The page table of one group of layers, a line per row of the batch, brought up to date by what was added; and the step's buffers for it."""
+
+    def __init__(self, max_batch: int, width: int, most: int, pin: bool) -> None:
+        self.lines = np.full((max_batch, width), -1, np.int32)
+        self.of: list[list[int] | None] = [None] * max_batch             # whose pages a line shows, and how many of them and given back
+        self.known = [(0, 0)] * max_batch
+        self.pages = torch.zeros(max_batch * width, dtype=torch.int32, pin_memory=pin)
+        self.slots = torch.zeros(most, dtype=torch.int64, pin_memory=pin)
+        self.page_array, self.slot_array = self.pages.numpy(), self.slots.numpy()
+
+    def line(self, row: int, pages: list[int], retired: int) -> np.ndarray:
+        """That of a row: only what was added or given back is written, unless the list is another one."""
+        line, (known, gone) = self.lines[row], self.known[row]
+        if self.of[row] is not pages:
+            known = gone = 0
+            line[len(pages):] = -1
+        if known < len(pages):
+            line[known:len(pages)] = pages[known:]
+        if gone < retired:
+            line[gone:retired] = -1
+        self.of[row], self.known[row] = pages, (len(pages), retired)
+        return line
+
+
 class Runner:
     """One decoder over one cache. `vocab`: tokens the tokenizer has; columns of the logits beyond it are padding and cut off."""
 
     def __init__(self, decoder: Decoder, cache: Cache, vocab: int, max_batch: int, max_tokens: int, max_length: int) -> None:
         self.decoder, self.cache, self.vocab = decoder, cache, vocab
         most, width, pin = max_tokens + max_batch, -(-max_length // cache.page_size) + 1, cache.device.type == "cuda"
-        self.held: list[list[int] | None] = [None] * max_batch           # whose pages a row of `table` shows, and how many of them
-        self.shown = [(0, 0)] * max_batch
-        self.table = np.full((max_batch, width), -1, np.int32)
+        self.shown = [Shown(max_batch, width, most, pin) for _ in cache.sizes]
         self.buffers: dict[str, Tensor] = {}
-        sizes = {"tokens": most, "positions": most, "starts": max_batch + 1, "lengths": max_batch, "pages": max_batch * width, "slots": most,
-                 "states": max_batch, "wanted": most}
+        sizes = {"tokens": most, "positions": most, "starts": max_batch + 1, "lengths": max_batch, "states": max_batch, "wanted": most}
         for name, size in sizes.items():
-            dtype = torch.int64 if name in ("tokens", "slots", "wanted") else torch.int32
+            dtype = torch.int64 if name in ("tokens", "wanted") else torch.int32
             self.buffers[name] = torch.zeros(size, dtype=dtype, pin_memory=pin)
         self.arrays = {name: buffer.numpy() for name, buffer in self.buffers.items()}
 
@@ -51,23 +73,16 @@ class Runner:
         return step, self.decoder(step, self.cache)[:, :self.vocab]
 
     def build(self, work: Row[Work]) -> Step:
-        a, size = self.arrays, self.cache.page_size
+        a = self.arrays
         at = rows = longest = 0
-        width = max(len(w.sequence.table.pages) for w in work)
-        pages = a["pages"][:len(work) * width].reshape(len(work), width)
         a["starts"][0] = 0
         for s, w in enumerate(work):
             sequence, count = w.sequence, w.count
             start, end = sequence.computed, sequence.computed + count
-            line = self._show(sequence.row, sequence.table.pages, sequence.table.retired)
-            pages[s] = line[:width]
             if count == 1:
                 a["tokens"][at], a["positions"][at] = sequence.tokens[start], start
-                a["slots"][at] = line[start // size] * size + start % size
             else:
-                where = np.arange(start, end)
-                a["tokens"][at:at + count], a["positions"][at:at + count] = sequence.tokens[start:end], where
-                a["slots"][at:at + count] = line[where // size].astype(np.int64) * size + where % size
+                a["tokens"][at:at + count], a["positions"][at:at + count] = sequence.tokens[start:end], np.arange(start, end)
             a["lengths"][s], a["states"][s], a["starts"][s + 1] = end, sequence.row, at + count
             if sequence.scoring:
                 a["wanted"][rows:rows + count] = np.arange(at, at + count)
@@ -77,21 +92,26 @@ class Runner:
                 rows += 1
             at, longest = at + count, max(longest, count)
         view, n = self._view, len(work)
-        return Step(view("tokens", at), view("positions", at), view("starts", n + 1), view("lengths", n),
-                    view("pages", n * width).view(n, width), view("slots", at), view("states", n), view("wanted", rows), longest,
-                    work[0].sequence.computed if n == 1 else -1)
+        (pages, slots), *others = [self._paged(work, group, at) for group in range(len(self.shown))]
+        return Step(view("tokens", at), view("positions", at), view("starts", n + 1), view("lengths", n), pages, slots, view("states", n),
+                    view("wanted", rows), longest, work[0].sequence.computed if n == 1 else -1, tuple(others))
 
     def _view(self, name: str, count: int) -> Tensor:
         return self.buffers[name][:count]
 
-    def _show(self, row: int, pages: list[int], retired: int) -> np.ndarray:
-        """The row of the page table, brought up to date: only what was added, unless the list is another one or pages were given back."""
-        line, (known, gone) = self.table[row], self.shown[row]
-        if self.held[row] is not pages or gone != retired:
-            known = 0
-        if known < len(pages):
-            line[known:len(pages)] = pages[known:]
-        if self.held[row] is not pages:
-            line[len(pages):] = -1
-        self.held[row], self.shown[row] = pages, (len(pages), retired)
-        return line
+    def _paged(self, work: Row[Work], group: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Page table [S, P] and slots [T] of one group of layers."""
+        shown, size, at = self.shown[group], self.cache.page_size, 0
+        width = max(len(w.sequence.table.pages[group]) for w in work)
+        pages, slots = shown.page_array[:len(work) * width].reshape(len(work), width), shown.slot_array
+        for s, w in enumerate(work):
+            table, start, count = w.sequence.table, w.sequence.computed, w.count
+            line = shown.line(w.sequence.row, table.pages[group], table.retired[group])
+            pages[s] = line[:width]
+            if count == 1:
+                slots[at] = line[start // size] * size + start % size
+            else:
+                where = np.arange(start, start + count)
+                slots[at:at + count] = line[where // size].astype(np.int64) * size + where % size
+            at += count
+        return shown.pages[:len(work) * width].view(len(work), width), shown.slots[:tokens]

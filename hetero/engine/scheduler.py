@@ -234,7 +234,7 @@ class Scheduler:
     def _admit(self) -> Sequence | None:
         """The first waiting sequence whose pages are there, in order; none may pass a sequence that has waited beyond patience."""
         prompts = [s for s in self.running if s.computed < s.length - 1]       # who decodes has its pages already
-        promised = sum(self._owed(s) for s in prompts)
+        promised = [sum(owed) for owed in zip(*map(self._owed, prompts), strict=True)] or [0] * len(self.pages.pools)
         coming = {d for s in prompts for d in s.table.digests[s.table.committed:]}
         for sequence in self.waiting[:LOOK]:
             table = sequence.table
@@ -243,8 +243,9 @@ class Scheduler:
             next_page = match.tokens // self.pages.page_size
             if not sequence.urgent and next_page < len(table.digests) and table.digests[next_page] in coming:
                 continue                                   # somebody is computing its next page right now: shared when it is there
-            need = self.pages.need(sequence.length + 1, self.limits.chunk_tokens) - self.pages.shared(match)
-            if need + promised + len(self.running) <= self.pages.available or not self.running:
+            needs = self.pages.need(sequence.length + 1, self.limits.chunk_tokens)
+            groups = zip(self.pages.pools, needs, self.pages.shared(match), promised, strict=True)
+            if not self.running or all(need - shared + owed + len(self.running) <= pool.available for pool, need, shared, owed in groups):
                 self.waiting.remove(sequence)
                 sequence.row = self.rows.pop()
                 sequence.computed = self.pages.take(table, match, sequence.row)
@@ -259,15 +260,15 @@ class Scheduler:
                 return None
         return None
 
-    def _owed(self, sequence: Sequence) -> int:
-        """Pages that a running sequence's prompt was promised and has not taken yet."""
-        held = len(sequence.table.pages) - sequence.table.retired
-        return max(0, self.pages.need(sequence.length, self.limits.chunk_tokens) - held)
+    def _owed(self, sequence: Sequence) -> list[int]:
+        """Pages of each group that a running sequence's prompt was promised and has not taken yet."""
+        table, needs = sequence.table, self.pages.need(sequence.length, self.limits.chunk_tokens)
+        return [max(0, need - len(line) + retired) for need, line, retired in zip(needs, table.pages, table.retired, strict=True)]
 
     def check(self) -> None:
         """Raises AssertionError when a row or a page is lost; called when idle and by tests."""
         assert sorted([*self.rows, *(s.row for s in self.running)]) == list(range(self.limits.max_batch))
-        assert all(s.row < 0 and not s.table.pages for s in self.waiting)
+        assert all(s.row < 0 and not any(s.table.pages) for s in self.waiting)
         assert [s.key for s in self.waiting] == sorted(s.key for s in self.waiting)
         assert all(0 <= s.computed < s.length for s in self.running)
         self.pages.check(s.table for s in self.running)

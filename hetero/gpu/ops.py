@@ -5,7 +5,7 @@ tensors on `Ops.device`, flat over the T tokens of a step: no branch on data, no
 all), `host` (the CPU through cpu_kernels), `cuda` (Triton).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -22,19 +22,27 @@ class Step:
     positions: Tensor    # [T] int32, position in the own sequence
     starts: Tensor       # [S + 1] int32, sequence s owns rows starts[s]:starts[s + 1]
     lengths: Tensor      # [S] int32, tokens of the sequence after this step, cached ones included
-    pages: Tensor        # [S, P] int32, page table, -1 beyond the end or given back
+    pages: Tensor        # [S, P] int32, page table of group 0, -1 beyond the end or given back
     slots: Tensor        # [T] int64, page * page_size + offset where the token's KV is written
     states: Tensor       # [S] int32, slot of per-sequence state parts
     wanted: Tensor       # [R] int64, rows whose logits are wanted
     longest: int         # max tokens of one sequence in this step: 1 means pure decode
     before: int = -1     # tokens that the only sequence had before this step; -1: there are several, or nobody knows
+    others: tuple[tuple[Tensor, Tensor], ...] = ()       # pages and slots of groups 1, 2, ...; empty: all groups are numbered alike
 
     def to(self, device: torch.device | str) -> "Step":
         """The same with its tensors there; from pinned memory without waiting."""
         def sent(t: Tensor) -> Tensor:
             return t.to(device, non_blocking=True)
         return Step(sent(self.tokens), sent(self.positions), sent(self.starts), sent(self.lengths), sent(self.pages), sent(self.slots),
-                    sent(self.states), sent(self.wanted), self.longest, self.before)
+                    sent(self.states), sent(self.wanted), self.longest, self.before, tuple((sent(p), sent(s)) for p, s in self.others))
+
+    def of(self, group: int) -> "Step":
+        """The step as layers of one group see it: `pages` and `slots` are theirs."""
+        if group == 0 or not self.others:
+            return self
+        pages, slots = self.others[group - 1]
+        return replace(self, pages=pages, slots=slots, others=())
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class KV:
     values: Tensor                      # the same shape and dtype
     key_scales: Tensor | None = None    # [pages, kv_heads, page_size] f32
     value_scales: Tensor | None = None
+    group: int = 0                      # of layers that share a page table (`Step.of`)
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class LatentKV:
 
     latent: Tensor                      # [pages, page_size, kv_rank + rope_dim]
     scales: Tensor | None = None        # [pages, page_size] f32, for float8_e4m3fn
+    group: int = 0
 
 
 @dataclass(frozen=True)

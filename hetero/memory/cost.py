@@ -104,7 +104,7 @@ def prefill_terms(model: Model, machine: Machine, pieces: Sequence[Sized], on_gp
     routed = _routed(model, pieces)
     expert_flops = sum(2.0 * chunk * moe.router.top_k * (2 + moe.gated) * moe.width * (moe.hidden or model.hidden) for _, moe in routed)
     dense_flops = 2.0 * chunk * sum(p.parameters for p in pieces if p.kind not in ("experts", "embed", "head"))
-    attend = sum(2.0 * chunk * chunk * _attend_width(layer.attention) for layer in model.layers) / 2
+    attend = sum(2.0 * _pairs(layer.attention, chunk) * _attend_width(layer.attention) for layer in model.layers)
     used = sum(each * min(moe.router.experts, chunk * moe.router.top_k) for each, moe in routed)
     held = sum(each * min(slots, moe.router.experts) for each, moe in routed)
     by_cpu = max(used / machine.dram_bytes_s, expert_flops / machine.cpu_flops)
@@ -123,6 +123,12 @@ def prefill_terms(model: Model, machine: Machine, pieces: Sequence[Sized], on_gp
     if not model.foreign and sum(t.seconds for t in streamed) <= on_cpu.seconds + rest.seconds:
         return "streamed", streamed
     return "cpu", (on_cpu, rest)
+
+
+def _pairs(part: GQA | MLA | GatedDeltaNet | Foreign, chunk: int) -> float:
+    """Of a token and one that it sees, among the first `chunk` tokens of a prompt."""
+    width = min(chunk, part.window or chunk) if isinstance(part, GQA) else chunk
+    return width * (chunk - width / 2)
 
 
 def _attend_width(part: GQA | MLA | GatedDeltaNet | Foreign) -> int:

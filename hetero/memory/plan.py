@@ -15,11 +15,11 @@ from hetero.arch import tensors
 from hetero.arch.rope import short_context
 from hetero.arch.spec import GQA, MLA, Dense, Foreign, GatedDeltaNet, Model, MoE
 from hetero.errors import BadOption, UnusableHardware
+from hetero.memory import kv as kept
 from hetero.memory.cost import Machine, Term, decode_terms, prefill_terms
 from hetero.options import Options, written
 
 MiB, GiB = 1 << 20, 1 << 30
-KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 RING_SLOTS, SLOT_BYTES = 3, 128 * MiB           # prefill's ring of expert groups
 CACHE_FLOOR = 3                                 # below this many times top-k slots per layer, an expert cache costs more than it brings
 HEADROOM_BYTES = 512 * MiB                      # what an expert cache that nobody sized leaves to prefill and to the allocator's gaps
@@ -49,8 +49,7 @@ class Plan:
     dense_format: str
     kv_dtype: str
     ctx: int
-    kv_tokens: int                              # in the pool, all sequences together
-    kv_bytes_per_token: int                     # in layers that keep every token
+    kv: tuple[kept.Group, ...]                  # by what layers see, those that see furthest first
     max_batch: int
     chunk: int
     cache_slots: int                            # GPU slots for hot experts, per routed layer
@@ -69,6 +68,16 @@ class Plan:
     prefill_by: str                             # streamed | cpu: where experts of a full chunk are computed
     assumed: tuple[str, ...] = ()               # numbers of the machine that were not measured
     changes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def kv_tokens(self) -> int:
+        """In the pool of the layers that see furthest, all sequences together."""
+        return self.kv[0].tokens
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """In those layers."""
+        return self.kv[0].token_nbytes
 
     @property
     def vram_bytes(self) -> int:
@@ -211,28 +220,6 @@ def expert_nbytes(model: Model, moe: MoE, form: str) -> int:
     return FORMATS[form].expert_nbytes(hidden, moe.width, moe.gated) + 4 * moe.bias * ((1 + moe.gated) * moe.width + hidden)
 
 
-def kv_layer_nbytes(part: GQA | MLA | GatedDeltaNet | Foreign, dtype: str) -> int:
-    """Bytes of one token in one layer; fp8 carries a float32 scale per token and head."""
-    if isinstance(part, GatedDeltaNet):
-        return 0
-    b, scale = KV_BYTES[dtype], 4 * (dtype == "fp8")
-    if isinstance(part, Foreign):
-        return part.kv_numbers * b
-    return part.kv_rank * b + part.rope.dim * b + scale if isinstance(part, MLA) else 2 * part.kv_heads * (part.head_dim * b + scale)
-
-
-def kv_token_nbytes(model: Model, dtype: str) -> int:
-    """Bytes of one token in all layers: they share one table of pages, so a layer with a window keeps what the others keep."""
-    return sum(kv_layer_nbytes(layer.attention, dtype) for layer in model.layers)
-
-
-def state_nbytes(model: Model) -> int:
-    """Bytes that one sequence keeps in layers with a state, in float32."""
-    parts = [a for layer in model.layers if isinstance(a := layer.attention, GatedDeltaNet)]
-    foreign = sum(4 * a.state_numbers for layer in model.layers if isinstance(a := layer.attention, Foreign))
-    return foreign + sum(4 * (a.value_heads * a.key_dim * a.value_dim + a.channels * (a.kernel - 1)) for a in parts)
-
-
 def scratch_nbytes(model: Model, chunk: int, batch: int, width: int = 2) -> int:
     """Activations of a chunk, and logits of a batch twice in float32. The widest layer counts, for layers share their scratch."""
     wide = 0
@@ -252,7 +239,7 @@ def scratch_nbytes(model: Model, chunk: int, batch: int, width: int = 2) -> int:
 def unpacked_nbytes(model: Model, ctx: int, dense: str) -> int:
     """What a prompt on the GPU unpacks for torch's own kernels, one layer at a time, in 16 bits: its largest matrix, and the gathered KV twice."""
     matrix = max((prod(shape) for l, key, shape in tensors.dense(model) if l is not None and len(shape) == 2), default=0)
-    kv = max((kv_layer_nbytes(layer.attention, "bfloat16") for layer in model.layers), default=0)
+    kv = max((kept.layer_nbytes(layer.attention, "bfloat16") for layer in model.layers), default=0)
     return (0 if dense in ("f32", "bf16") else 4 * matrix) + 2 * ctx * kv
 
 
@@ -275,10 +262,10 @@ def _lay_out(model: Model, machine: Machine, options: Options, arriving: str | S
     limit, own = (vram, weights + ring + machine.context_bytes) if on_gpu else (ram, weights + arena + PROCESS_BYTES)
     chunk = options.chunk or _chunk(model, batch, limit - own, on_gpu)
     scratch = scratch_nbytes(model, chunk, batch, 2 if on_gpu else 4)
-    states = (2 * batch + 1) * state_nbytes(model)       # of running sequences, as many to go on from, and one for rows that pad a step
-    ctx, tokens = _kv(model, options, kv_dtype, limit - own - scratch - states)
+    states = (2 * batch + 1) * kept.state_nbytes(model)       # of running sequences, as many to go on from, and one for rows that pad a step
+    ctx, pools = _kv(model, options, kv_dtype, chunk, limit - own - scratch - states)
     scratch += unpacked_nbytes(model, ctx, dense) if on_gpu else 0
-    kv = tokens * kv_token_nbytes(model, kv_dtype)
+    kv = sum(group.nbytes for group in pools)
     slots, cache, note = _cache(model, options, record, limit - own - scratch - states - kv - HEADROOM_BYTES if on_gpu else 0, on_gpu)
     item = {"attention, shared experts, head": weights, "KV cache": kv, "states": states, "scratch": scratch}
     on_card = item | {"prefill ring": ring, "expert cache": cache, "CUDA context": machine.context_bytes} if on_gpu else {}
@@ -288,8 +275,8 @@ def _lay_out(model: Model, machine: Machine, options: Options, arriving: str | S
     embed = 0 if model.tied else model.vocab * model.hidden
     cost = (model, machine, pieces, on_gpu, slots)
     prefill_by, prefill = prefill_terms(*cost, chunk)
-    return Plan(model.family, tuple(pieces), device, forms, dense, kv_dtype, ctx, tokens, kv_token_nbytes(model, kv_dtype),
-                batch, chunk, slots, note, _filled(on_card), _filled(in_ram), vram, ram, (arena + 64 * MiB + (options.kv_ram or 0)) if on_gpu else 0,
+    return Plan(model.family, tuple(pieces), device, forms, dense, kv_dtype, ctx, pools, batch, chunk, slots, note,
+                _filled(on_card), _filled(in_ram), vram, ram, (arena + 64 * MiB + (options.kv_ram or 0)) if on_gpu else 0,
                 sum(in_ram.values()) + _load_extra(model, machine.cores), total, active, active + embed, decode_terms(*cost), prefill, prefill_by,
                 machine.assumed)
 
@@ -316,20 +303,16 @@ def _chunk(model: Model, batch: int, free: int, on_gpu: bool) -> int:
     return chunk
 
 
-def _kv(model: Model, options: Options, dtype: str, free: int, page: int = 16) -> tuple[int, int]:
-    """(ctx, tokens in the pool). A pinned ctx is kept whatever it costs; else the pool takes half of what is free.
-
-    When every layer has a window, a sequence keeps its widest and the pages at both ends of it.
-    """
-    affordable = max(0, free // 2) // max(1, kv_token_nbytes(model, dtype))
+def _kv(model: Model, options: Options, dtype: str, chunk: int, free: int) -> tuple[int, tuple[kept.Group, ...]]:
+    """(ctx, pools of pages). A pinned ctx is kept whatever it costs; else the pools take half of what is free."""
     short = short_context(a.rope for layer in model.layers if isinstance(a := layer.attention, (GQA, MLA)))
     ctx = options.ctx or short or model.context or 4096      # a longer one turns short texts otherwise than trained: only when asked for
-    windows = [a.window if isinstance(a, GQA) else None for layer in model.layers if not isinstance(a := layer.attention, (GatedDeltaNet, Foreign))]
-    kept = ctx if None in windows or not windows or model.foreign else min(ctx, max(w for w in windows if w is not None) + 2 * page)
-    while options.ctx is None and kept > max(2048, affordable):
-        ctx = kept = max(2048, ctx // 2)
-    tokens = max(kept, min(options.max_batch * kept, affordable))
-    return ctx, -(-tokens // page) * page
+
+    def pools(ctx: int) -> tuple[kept.Group, ...]:
+        return kept.pools(model, dtype, ctx, options.max_batch, chunk, free // 2)
+    while options.ctx is None and ctx > 2048 and sum(group.nbytes for group in pools(ctx)) > free // 2:
+        ctx = max(2048, ctx // 2)
+    return ctx, pools(ctx)
 
 
 def _cache(model: Model, options: Options, record: int, spare: int, on_gpu: bool) -> tuple[int, int, str]:
@@ -362,7 +345,7 @@ def _changes(found: Plan, model: Model, machine: Machine, options: Options, arri
         attempt("--expert-format int4_g32", expert_format="int4_g32")
     if found.dense_format in ("f32", "bf16"):
         attempt("--dense-format int8_g32", dense_format="int8_g32")
-    if KV_BYTES[found.kv_dtype] > 1:
+    if found.kv_dtype != "fp8":
         attempt("--kv-dtype fp8", kv_dtype="fp8")
     for ctx in (found.ctx // 2, found.ctx // 8):
         if ctx >= 1024:

@@ -1,7 +1,7 @@
 """Which published models fit this machine, from a small table of their sizes; knows no file and asks nobody.
 
 Each row's numbers follow from its published config: billions of parameters in routed experts (all, and per token), in everything else,
-and in the embedding table; bytes of KV per token in 16 bits.
+and in the embedding table; bytes of KV per token in 16 bits, in layers that see everything.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ KNOWN = (
     Known("Qwen/Qwen1.5-MoE-A2.7B-Chat", 12.46, 0.83, 1.86, 0.31, 196608),
     Known("deepseek-ai/DeepSeek-V2-Lite-Chat", 14.39, 1.35, 1.32, 0.21, 31104),
     Known("moonshotai/Moonlight-16B-A3B-Instruct", 14.39, 1.35, 1.57, 0.34, 31104),
-    Known("openai/gpt-oss-20b", 19.12, 2.39, 1.80, 0.58, 49152),
+    Known("openai/gpt-oss-20b", 19.12, 2.39, 1.80, 0.58, 24576),
     Known("baidu/ERNIE-4.5-21B-A3B-PT", 20.38, 1.91, 1.45, 0.26, 57344),
     Known("zai-org/GLM-4.7-Flash", 27.78, 1.74, 2.16, 0.32, 54144),
     Known("Qwen/Qwen3-30B-A3B-Instruct-2507", 28.99, 1.81, 1.54, 0.31, 98304),
@@ -43,7 +43,7 @@ KNOWN = (
     Known("Qwen/Qwen3-Next-80B-A3B-Instruct", 77.31, 1.51, 2.36, 0.31, 24576),
     Known("tencent/Hunyuan-A13B-Instruct", 77.31, 9.66, 3.08, 0.52, 131072),
     Known("zai-org/GLM-4.5-Air", 99.66, 6.23, 7.19, 0.62, 188416),
-    Known("openai/gpt-oss-120b", 114.70, 3.58, 2.13, 0.58, 73728),
+    Known("openai/gpt-oss-120b", 114.70, 3.58, 2.13, 0.58, 36864),
     Known("MiniMaxAI/MiniMax-M2", 224.68, 7.02, 4.01, 0.61, 253952),
     Known("Qwen/Qwen3-235B-A22B-Instruct-2507", 227.10, 14.19, 7.99, 0.62, 192512),
     Known("zai-org/GLM-4.6", 335.96, 16.80, 16.84, 0.78, 376832),

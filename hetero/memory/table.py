@@ -55,6 +55,7 @@ def text(plan: Plan, machine: Machine) -> str:
     lines += ["", f"peak while loading: {size(plan.peak_load_ram_bytes)} of system memory{pinned}",
               f"KV cache: {plan.kv_tokens} tokens at {size(plan.kv_bytes_per_token)} each ({plan.kv_dtype}); context {plan.ctx}, "
               f"up to {plan.max_batch} sequences",
+              *(f"  and of layers that see {g.window} tokens: {g.tokens} tokens at {size(g.token_nbytes)} each" for g in plan.kv[1:]),
               f"expert cache: {plan.cache_slots} slots per layer" if plan.cache_slots else f"expert cache: off ({plan.cache_note})",
               "", f"decode, one sequence, short context: {plan.decode_tok_s:.1f} tok/s", *_terms(plan.decode),
               f"prefill, {plan.chunk} tokens a chunk, experts {'over PCIe' if plan.prefill_by == 'streamed' else 'on the CPU'}: "
@@ -76,7 +77,9 @@ def record(plan: Plan, machine: Machine) -> dict[str, Any]:
         "decode_tok_s": plan.decode_tok_s, "prefill_tok_s": plan.prefill_tok_s, "prefill_by": plan.prefill_by,
         "decode_terms": [vars(t) for t in plan.decode], "prefill_terms": [vars(t) for t in plan.prefill],
         "expert_formats": list(plan.expert_formats), "dense_format": plan.dense_format, "kv_dtype": plan.kv_dtype,
-        "kv_bytes_per_token": plan.kv_bytes_per_token, "kv_tokens": plan.kv_tokens, "ctx": plan.ctx, "max_batch": plan.max_batch, "chunk": plan.chunk,
+        "kv_bytes_per_token": plan.kv_bytes_per_token, "kv_tokens": plan.kv_tokens,
+        "kv": [{"window": g.window, "tokens": g.tokens, "bytes_per_token": g.token_nbytes, "bytes": g.nbytes} for g in plan.kv],
+        "ctx": plan.ctx, "max_batch": plan.max_batch, "chunk": plan.chunk,
         "expert_cache_slots": plan.cache_slots, "expert_cache_note": plan.cache_note, "machine": vars(machine) | {"assumed": list(machine.assumed)},
         "layers": [{"layer": p.layer, "kind": p.kind, "device": p.device, "format": p.format, "bytes": p.nbytes} for p in plan.pieces],
     }

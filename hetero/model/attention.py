@@ -38,6 +38,7 @@ class Attention:
         """[T, H] -> [T, H]"""
         kv = cache.layer(self.layer)
         assert isinstance(kv, KV)
+        step = step.of(kv.group)
         if not self.gated:
             return self.out(self.attend(self.qkv(x), kv, step))
         y = self.qkv(x)

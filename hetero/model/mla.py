@@ -25,7 +25,7 @@ class LatentAttention:
         kv = cache.layer(self.layer)
         assert isinstance(kv, LatentKV)
         low = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x))
-        return self.out(self.attend(self.q(low), self.kv_down(x), kv, step))
+        return self.out(self.attend(self.q(low), self.kv_down(x), kv, step.of(kv.group)))
 
     def report(self) -> Iterator[Row]:
         if self.q_down is not None:

@@ -46,8 +46,11 @@ class Replay:
             self.tapes[S] = self.record(S, cache)
         tape = self.tapes[S]
         here = tape.step
-        here.pages[:, :step.pages.shape[1]].copy_(step.pages)
-        for mine, given in ((here.tokens, step.tokens), (here.positions, step.positions), (here.lengths, step.lengths), (here.slots, step.slots)):
+        for g, (pages, slots) in enumerate(((here.pages, here.slots), *here.others)):
+            given_pages, given_slots = step.others[g - 1] if g and step.others else (step.pages, step.slots)
+            pages[:, :given_pages.shape[1]].copy_(given_pages)
+            slots.copy_(given_slots)
+        for mine, given in ((here.tokens, step.tokens), (here.positions, step.positions), (here.lengths, step.lengths)):
             mine.copy_(given)
         tape.times[0] = self.ops.spent is not None
         self.ops.team.run(tape.job)
@@ -60,7 +63,8 @@ class Replay:
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype)
         step = Step(ints(S, dtype=torch.int64), ints(S), torch.arange(S + 1, dtype=torch.int32), ints(S), ints(S, self.width),
-                    ints(S, dtype=torch.int64), ints(S), torch.arange(S), 1)
+                    ints(S, dtype=torch.int64), ints(S), torch.arange(S), 1,
+                    others=tuple((ints(S, self.width), ints(S, dtype=torch.int64)) for _ in self.decoder.model.windows[1:]))
         with self.ops.record() as tape:
             logits = self.decoder(step, cache)
         times = np.zeros(len(tape) + 1, np.int64)

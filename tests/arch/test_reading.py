@@ -116,7 +116,7 @@ def test_dense_and_sparse_layers_follow_each_familys_own_rule():
 
 def test_windows_alternate_and_the_latent_part_knows_its_ranks():
     windows = [layer.attention.window for layer in families.read(OSS).layers]
-    assert windows == [8, None, 8]
+    assert windows == [8, None, 8] and families.read(OSS).windows == (None, 8)
     part = families.read(V3).layers[0].attention
     assert isinstance(part, MLA) and (part.q_rank, part.kv_rank, part.scale) == (24, 32, 32 ** -0.5)
     assert isinstance(families.read(QWEN3).layers[0].attention, GQA)

@@ -10,26 +10,31 @@ VOCAB = 61
 TABLE = torch.randn(8191, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
 
 
-def model(layers: int = 2, window: int | None = None, stateful: bool = False) -> spec.Model:
-    part = spec.GQA(heads=1, kv_heads=1, head_dim=2, rope=None, window=window)
-    parts = [part] * layers + [spec.GatedDeltaNet(1, 1, 1, 1, 2)] * stateful
+def windows(window: int | tuple[int | None, ...] | None) -> tuple[int | None, ...]:
+    """Of each of the layers: two of one window, or as given."""
+    return window if isinstance(window, tuple) else (window, window)
+
+
+def model(window: int | tuple[int | None, ...] | None = None, stateful: bool = False) -> spec.Model:
+    parts = [spec.GQA(heads=1, kv_heads=1, head_dim=2, rope=None, window=w) for w in windows(window)] + [spec.GatedDeltaNet(1, 1, 1, 1, 2)] * stateful
     return spec.Model("fake", 2, VOCAB, 1e-6, tuple(spec.Layer(part, spec.Dense(1)) for part in parts), True, {}, 4096)
 
 
 class FakeDecoder:
     """Each layer stores (token, position) of what it is given; the next token hashes, per row, everything the row may see, exactly in integers."""
 
-    def __init__(self, window: int | None = None, poison: int | None = None) -> None:
-        self.window, self.poison, self.steps, self.sizes = window, poison, 0, []
+    def __init__(self, window: int | tuple[int | None, ...] | None = None, poison: int | None = None) -> None:
+        self.windows, self.poison, self.steps, self.sizes = windows(window), poison, 0, []
 
     def __call__(self, step, cache):
         self.steps += 1
         self.sizes.append(len(step.tokens))
         size = cache.page_size
-        for l in range(2):
+        for l in range(len(self.windows)):
             kv = cache.layer(l)
+            slots = step.of(kv.group).slots
             for value, part in ((step.tokens, kv.keys), (step.positions, kv.values)):
-                part[step.slots // size, 0, step.slots % size] = torch.stack([value, value + l], -1).to(part.dtype)
+                part[slots // size, 0, slots % size] = torch.stack([value, value + l], -1).to(part.dtype)
         starts = step.starts.tolist()
         owner = [s for s in range(len(starts) - 1) for _ in range(starts[s], starts[s + 1])]
         for state in cache.states.values():
@@ -55,20 +60,20 @@ class FakeDecoder:
                 self.hashes.append(int(state.memory[slot]))
 
     def row(self, step, cache, s, position):
-        size, first = cache.page_size, 0 if self.window is None else max(0, position - self.window + 1)
-        where = torch.arange(first, position + 1)
-        page = step.pages[s][where // size].long()
-        assert (page >= 0).all(), "a needed page was given back"
-        hashed = 7
-        for l in range(2):
+        size, hashed, seen = cache.page_size, 7, []
+        for l, window in enumerate(self.windows):
             kv = cache.layer(l)
+            where = torch.arange(0 if window is None else max(0, position - window + 1), position + 1)
+            page = step.of(kv.group).pages[s][where // size].long()
+            assert (page >= 0).all(), "a needed page was given back"
             tokens, places = kv.keys[page, 0, where % size], kv.values[page, 0, where % size]
-            assert torch.equal(places[:, l], (where + l).float()), "another sequence's or a stale page"
-            hashed = (hashed * 31 + int((tokens[:, l].long() * (where % 13 + 1)).sum())) % 1000003
+            assert torch.equal(places[:, 1], (where + l).float()), "another sequence's or a stale page"
+            hashed = (hashed * 31 + int((tokens[:, 1].long() * (where % 13 + 1)).sum())) % 1000003
+            seen += tokens[:, 0].tolist()
         if cache.states:
             hashed += self.hashes[int(step.starts[s]) + position - int(step.positions[step.starts[s]])]
         logits = TABLE[hashed % len(TABLE)]
-        if self.poison is not None and self.poison in tokens[:, 0].tolist():
+        if self.poison is not None and self.poison in seen:
             logits = logits.clone().index_fill_(0, torch.tensor([5]), torch.nan)
         return logits
 
@@ -79,7 +84,7 @@ class FakeDecoder:
 def engine(pages=64, page_size=4, host_pages=0, window=None, limits=None, context=200, eos=(0,), poison=None, marks=None, **kw):
     from hetero.engine.scheduler import Limits
     limits = limits or Limits(max_batch=4, chunk_tokens=16)
-    cache = Cache(model(window=window, stateful=marks is not None), pages, page_size, "f32", host_pages=host_pages, rows=limits.max_batch, marks=marks or 0)
+    cache = Cache(model(window, marks is not None), pages, page_size, "f32", host_pages=host_pages, rows=limits.max_batch, marks=marks or 0)
     return Engine(FakeDecoder(window, poison), cache, VOCAB, context, eos, limits, **kw)
 
 

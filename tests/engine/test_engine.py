@@ -36,7 +36,7 @@ def test_a_request_gets_its_tokens_one_per_step_and_ends_with_length():
     assert engine.idle and engine.pages.held == 0
 
 
-@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize("window", [None, 10, (None, 10), (10, None, 5)])
 def test_chunks_neighbours_and_the_prefix_cache_change_no_token(window):
     requests = [Request(str(i), prompt(20 + 3 * i, salt=i // 2), dataclasses.replace(WARM, seed=i)) for i in range(6)]
     want = {}
@@ -129,7 +129,7 @@ def test_a_private_prompt_leaves_nothing_behind():
     engine = fake.engine()
     engine.add(Request("a", prompt(20), WARM, cache_prompt=False))
     fake.run(engine)
-    assert len(engine.pages.free) == engine.pages.count and not engine.pages.index
+    assert len(engine.pages.pools[0].free) == engine.pages.pools[0].count and not engine.pages.index
 
 
 def test_n_answers_share_the_prompts_pages_and_each_has_its_own_stream():
@@ -421,7 +421,7 @@ def test_a_prompt_among_decoding_neighbours_comes_in_chunks_that_keep_the_bound(
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_pages_survive_a_trip_to_the_host(dtype):
     from hetero.memory.cache import Cache
-    from hetero.memory.pages import Copy
+    from hetero.memory.pool import Copy
     cache = Cache(fake.model(), 4, 4, dtype, host_pages=2)
     for stack in cache.stacks:
         for tensor, _ in stack.pairs:
@@ -429,5 +429,5 @@ def test_pages_survive_a_trip_to_the_host(dtype):
     want = [cache.layer(l).keys[1].float().clone() for l in range(2)]
     cache.copy([Copy(True, 1, 0), Copy(False, 0, 3)])
     assert all(torch.equal(cache.layer(l).keys[3].float(), want[l]) for l in range(2))
-    cache.scrub([1])
+    cache.scrub([[1]])
     assert all(not cache.layer(l).keys[1].float().any() for l in range(2))

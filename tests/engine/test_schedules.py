@@ -68,15 +68,15 @@ def schedule(seed, steps, limits, **kw):
     return compared, engine.stats()
 
 
-@pytest.mark.parametrize(("window", "marks"), [(None, None), (9, None), (None, 3)])
+@pytest.mark.parametrize(("window", "marks"), [(None, None), (9, None), (None, 3), ((None, 9), None), ((9, None, 20), None), ((None, 9), 3)])
 def test_a_crowded_engine_with_both_tiers_gives_every_request_its_solo_answer(window, marks):
-    compared, stats = schedule(1, 250, Limits(max_batch=4, chunk_tokens=24), pages=24, host_pages=16, window=window, marks=marks)
+    compared, stats = schedule(1, 250, Limits(max_batch=4, chunk_tokens=24), pages=20, host_pages=16, window=window, marks=marks)
     assert compared > 50 and stats.aborted and stats.failed and stats.cached_tokens
-    assert window is not None or (stats.preempted and stats.copied_pages)
+    assert window == 9 or (stats.preempted and stats.copied_pages)
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([18, 20, 30, 60]), st.sampled_from([0, 5, 40]), st.sampled_from([None, 4, 11]), st.sampled_from([1, 4, 12, 100]),
+@given(st.integers(0, 2**32), st.sampled_from([18, 20, 30, 60]), st.sampled_from([0, 5, 40]), st.sampled_from([None, 4, 11, (None, 4), (11, None), (4, None, 11)]), st.sampled_from([1, 4, 12, 100]),
        st.integers(1, 6), st.sampled_from([None, None, 0, 1, 5]))
 def test_any_sizes_do(seed, pages, host_pages, window, chunk, batch, marks):
     schedule(seed, 60, Limits(max_batch=batch, chunk_tokens=chunk, prompt_logprobs_chunk=7, patience_s=0.05), pages=pages, host_pages=host_pages, window=window,
@@ -87,5 +87,5 @@ def test_any_sizes_do(seed, pages, host_pages, window, chunk, batch, marks):
 @pytest.mark.parametrize("seed", range(6))
 def test_ten_thousand_steps(seed):
     compared, _ = schedule(seed, 2000, Limits(max_batch=5, chunk_tokens=(8, 24, 100)[seed % 3]), pages=(20, 28, 60)[seed // 2], host_pages=(0, 12)[seed % 2],
-                           window=(None, None, 9)[seed % 3], marks=(None, 3)[seed // 3])
+                           window=(None, (None, 9), (9, None, 20))[seed % 3], marks=(None, 3)[seed // 3])
     assert compared > 300

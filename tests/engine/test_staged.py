@@ -1,5 +1,7 @@
 """The step that captured graphs read: one copy brings it, padded rows write nothing and see nothing."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -28,3 +30,13 @@ def test_a_step_is_staged_whole_and_its_padding_is_of_nobody():
 
 def test_graphs_are_captured_for_small_batches_and_every_eighth():
     assert sizes_to(1) == (1,) and sizes_to(20) == (1, 2, 4, 8, 16, 20) and sizes_to(0) == ()
+
+
+def test_each_group_of_layers_has_its_page_table_and_slots_staged():
+    staged, given = Staged(8, 5, torch.device("cpu"), groups=2), step(3, 4)
+    staged.load(step(8, 5), 8, 8, spare=40)
+    staged.load(dataclasses.replace(given, others=((given.pages + 100, given.slots + 100),)), 3, 4, spare=40)
+    for group, more in ((0, 0), (1, 100)):
+        got = staged.part(4).of(group)
+        assert torch.equal(got.pages[:3, :4], given.pages + more) and torch.equal(got.slots[:3], given.slots + more)
+        assert (got.slots[3], got.pages[3, 0]) == (-1, -1) and torch.equal(got.tokens[:3], given.tokens)

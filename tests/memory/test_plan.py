@@ -1,7 +1,10 @@
 """The plan as a pure function: bytes equal to the kernels' own table, pins kept, refusals with the shortfall and things that help."""
 
 import dataclasses
+import importlib.util
 import json
+import pathlib
+from collections import deque
 
 import pytest
 from hypothesis import given, settings, strategies
@@ -10,9 +13,14 @@ from cpu_kernels.formats import FORMATS
 from hetero import options
 from hetero.arch import families, tensors
 from hetero.errors import BadOption, UnusableHardware
-from hetero.memory import plan, table
+from hetero.memory import kv, plan, table
 from hetero.memory.cost import Machine
+from hetero.memory.pool import Pool, Size
 
+configs = importlib.util.spec_from_file_location("checkpoints", pathlib.Path(__file__).resolve().parents[1] / "configs" / "checkpoints.py")
+facts = importlib.util.module_from_spec(configs)
+configs.loader.exec_module(facts)
+CHECKPOINTS = facts.CHECKPOINTS
 GiB = 1 << 30
 CPU = Machine(cores=15, ram_bytes=64 * GiB, dram_bytes_s=60e9, cpu_flops=2e12, name="test")
 CARD = dataclasses.replace(CPU, gpu="card", vram_bytes=24 * GiB, vram_bytes_s=900e9, gpu_flops=80e12, pcie_bytes_s=25e9)
@@ -41,6 +49,38 @@ def test_kv_pool_is_tokens_times_bytes_per_token():
     assert found.vram["KV cache"] == 16384 * found.kv_bytes_per_token
     fp8 = make(ctx="16k", max_batch="1", kv_dtype="fp8")
     assert fp8.kv_bytes_per_token == 48 * 2 * 4 * (128 + 4)
+
+
+def test_layers_with_a_window_keep_what_they_see_and_what_a_chunk_writes():
+    """gpt-oss-120b: every second layer sees 128 tokens."""
+    model = families.read(CHECKPOINTS["gpt-oss-120b"][0])
+    found = make(model, dataclasses.replace(CARD, ram_bytes=128 * GiB), ctx="131072", max_batch="1", chunk="2048")
+    whole, window = found.kv
+    assert (whole.window, window.window) == (None, 128) and whole.token_nbytes == window.token_nbytes == 18 * 2 * 8 * 64 * 2
+    assert whole.tokens == 131072 and window.tokens == 2048 + 2 * (128 + 32)
+    assert found.vram["KV cache"] == (131072 + 2368) * 36864 < 0.51 * 131072 * 2 * 36864
+    assert found.kv_tokens == 131072 and sum(g.seen(32768) for g in found.kv) == (32768 + 128) * 36864
+    text, data = table.text(found, CARD), table.record(found, CARD)["kv"]
+    assert "and of layers that see 128 tokens: 2368 tokens at 36.0 KiB each" in text
+    assert [(g["window"], g["tokens"]) for g in data] == [(None, 131072), (128, 2368)]
+
+
+def test_pools_grow_with_what_is_free_and_always_hold_one_sequence():
+    model = families.read(CHECKPOINTS["gpt-oss-120b"][0])
+    sizes = [[g.tokens for g in kv.pools(model, "fp8", 4096, 8, 512, nbytes)] for nbytes in (0, GiB // 4, GiB, 64 * GiB)]
+    assert sizes[0] == [4096, 512 + 16 * 160] and sizes[-1] == [8 * 4096, 512 + 16 * 160] and [s[0] for s in sizes] == sorted(s[0] for s in sizes)
+    assert sizes[2][0] > sizes[1][0] and sum(g.nbytes for g in kv.pools(model, "fp8", 4096, 8, 512, GiB)) <= GiB
+    assert kv.host_pages(kv.pools(model, "fp8", 4096, 8, 512, 0), 0) == [0, 0]
+    assert kv.host_pages([kv.Group(None, 8, 1600), kv.Group(64, 24, 160)], 8 * 1600 + 24 * 160) == [100, 10]
+
+
+def test_a_sequence_of_a_model_whose_layers_all_have_a_window_may_be_as_long_as_its_context():
+    config = {"architectures": ["MixtralForCausalLM"], "hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 512, "max_position_embeddings": 32768,
+              "sliding_window": 1024}
+    found = make(families.read(config), max_batch="1", chunk="512")
+    assert found.ctx == 32768 and found.kv_tokens >= 1024 + 512 + 32
+    assert Pool(0, Size(found.kv_tokens // 16, 0, 1024), 16, deque(), print).need(32768, 512) <= found.kv_tokens // 16
 
 
 def test_without_a_gpu_everything_is_in_system_memory():

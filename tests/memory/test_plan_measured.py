@@ -21,7 +21,7 @@ def test_routed_experts_take_the_bytes_that_were_planned(llm):
 
 def test_the_cache_takes_the_bytes_that_were_planned(llm):
     assert llm.placed.cache.nbytes == llm.plan.ram["KV cache"]
-    assert llm.placed.cache.token_nbytes == llm.plan.kv_bytes_per_token
+    assert llm.placed.cache.page_nbytes == [16 * group.token_nbytes for group in llm.plan.kv]
 
 
 def test_dense_weights_take_the_bytes_that_were_planned(llm):
@@ -35,10 +35,10 @@ def test_states_take_the_bytes_that_were_planned(tiny):
     import json
 
     from hetero.arch import families
-    from hetero.memory import plan
+    from hetero.memory import kv
     from hetero.memory.cache import Cache
     model = families.read(json.loads((tiny("qwen3_next") / "config.json").read_text()))
     cache = Cache(model, 4, 16, "bf16", rows=3, marks=3)
     held = sum(t.nbytes for state in cache.states.values() for t in (state.conv, state.memory))
-    assert held == (2 * 3 + 1) * plan.state_nbytes(model) and cache.nbytes == 64 * plan.kv_token_nbytes(model, "bfloat16")
+    assert held == (2 * 3 + 1) * kv.state_nbytes(model) and cache.nbytes == 64 * kv.groups(model, "bfloat16")[0].token_nbytes
     assert all(t.dtype == torch.float32 for state in cache.states.values() for t in (state.conv, state.memory))

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from hetero.arch import families, tensors
-from hetero.memory import plan, suggest
+from hetero.memory import kv, suggest
 from hetero.memory.cost import Machine
 
 spec = importlib.util.spec_from_file_location("checkpoints", pathlib.Path(__file__).resolve().parents[1] / "configs" / "checkpoints.py")
@@ -31,7 +31,7 @@ def test_the_tables_numbers_are_those_of_the_spec(hub, name):
     assert known.routed == pytest.approx(each * part.router.experts, abs=0.02)
     assert known.routed_active == pytest.approx(each * part.router.top_k, abs=0.02)
     assert known.routed + known.rest == pytest.approx(total / 1e9, rel=2e-3)
-    assert known.kv == plan.kv_token_nbytes(model, "bfloat16")
+    assert known.kv == kv.groups(model, "bfloat16")[0].token_nbytes
 
 
 def test_what_fits_comes_first_and_the_largest_of_it_first():

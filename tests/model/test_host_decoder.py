@@ -74,3 +74,25 @@ def test_greedy_tokens_through_the_engine_are_those_of_transformers(family: str,
     for id, prompt in prompts.items():
         logits = make.logits(tiny(family), prompt + said[id][:-1])[len(prompt) - 1:]
         assert said[id] == logits.argmax(-1).tolist()
+
+
+@torch.no_grad()
+def test_pages_that_a_window_has_passed_are_given_back_and_never_read(tiny: Any, make: Any, team: Team) -> None:
+    """gpt-oss: every second layer sees 8 tokens. What nobody holds is NaN before each step."""
+    decoder, ops = load(tiny("gpt_oss"), team)
+    cache = Cache(decoder.model, (24, 12), 4, "f32", rows=4)
+    engine = Engine(Replay(decoder, ops, 4, 13), cache, 256, 48, (), Limits(4, 8))
+    prompts = {"a": IDS, "b": IDS[:9], "again": IDS[:30]}
+    said: dict[str, list[int]] = {id: [] for id in prompts}
+    for id, prompt in prompts.items():
+        engine.add(Request(id, tuple(prompt), Sampling(temperature=0.0, max_tokens=12)))
+    while not engine.idle:
+        for stack in cache.stacks:
+            pool = engine.pages.pools[stack.group]
+            stack.values[:, :, [p for p in range(pool.count) if not pool.refs[p] and p not in pool.entry]] = torch.nan
+        for output in engine.step():
+            said[output.id] += output.tokens
+    assert len(engine.pages.pools[1].passed) > 0 and engine.stats().cached_tokens >= 8
+    for id, prompt in prompts.items():
+        logits = make.logits(tiny("gpt_oss"), prompt + said[id][:-1])[len(prompt) - 1:]
+        assert said[id] == logits.argmax(-1).tolist()
