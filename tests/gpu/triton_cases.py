@@ -3,6 +3,8 @@
 Run alone with `python -m pytest tests/gpu/triton_cases.py` (TRITON_INTERPRET=1 without a GPU).
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from cpu_kernels import FORMATS, ExpertStore
 from cpu_kernels import plain as twins
 from hetero.arch import spec
+from hetero.engine.graphs import Staged
 from hetero.gpu import attention, experts, few, linear, mailbox, norm, plain, rope, router
 from hetero.gpu.ops import KV, LatentKV, Step
 
@@ -187,6 +190,22 @@ def test_pages_given_back_are_never_read():
         step.pages[s, :first // page] = -1
     got = attention.attend(rand(4, 4, 64), kv, step, 0.125, part.window, None, 1)
     assert torch.isfinite(got).all()
+
+
+def test_layers_of_another_group_write_and_attend_by_their_own_staged_table():
+    part, page = gqa(4, 2, 64, window=8), 4
+    step, pages = step_of([1, 1], [40, 33], page)
+    kv = kv_of(pages, 2, page, 64, torch.float32)
+    turned = KV(kv.keys.flip(0), kv.values.flip(0), group=1)         # the same pages, numbered from the other end
+    numbers = torch.where(step.pages < 0, -1, pages - 1 - step.pages)
+    slots = (pages - 1 - step.slots // page) * page + step.slots % page
+    staged = Staged(4, step.pages.shape[1] + 3, torch.device(DEVICE), groups=2)
+    staged.load(dataclasses.replace(step.to("cpu"), others=((numbers.cpu(), slots.cpu()),)), 2, 4, spare=0)
+    theirs, qkv = dataclasses.replace(staged.part(2), longest=1).of(turned.group), rand(2, 8 * 64)
+    given = (1e-6, qkv.clone(), kv, step), (1e-6, qkv.clone(), turned, theirs)
+    q, other = (rope.place(part, *g, *table(64), rand(1), rand(1)) for g in given)
+    assert torch.equal(q, other) and torch.equal(kv.keys, turned.keys.flip(0)) and torch.equal(kv.values, turned.values.flip(0))
+    assert torch.equal(attention.attend(q, kv, step, 0.125, 8, None, 1), attention.attend(q, turned, theirs, 0.125, 8, None, 1))
 
 
 def test_a_slot_below_zero_writes_nothing():
