@@ -405,6 +405,62 @@ def test_priority_goes_first_and_long_waiting_goes_before_priority():
     assert order(0.0) == ["0", "1", "2"]
 
 
+def test_a_long_prompt_that_needs_every_page_is_served_within_patience_among_a_stream_of_short_ones(monkeypatch):
+    """Short prompts pass it while there is room for them; once it has waited beyond patience nobody does, and they end."""
+    clock = [0.0]
+    monkeypatch.setattr("hetero.engine.engine.time.monotonic", lambda: clock[0])
+    engine = fake.engine(pages=20, context=76, limits=Limits(max_batch=3, chunk_tokens=16, patience_s=50.0))
+    short = dataclasses.replace(GREEDY, max_tokens=6)
+    engine.add(Request("0", prompt(9, 2), short))
+    engine.step()
+    engine.add(Request("long", prompt(70), dataclasses.replace(GREEDY, max_tokens=2)))
+    first = None
+    for step in range(1, 200):
+        clock[0] = float(step)
+        if len(engine.live) < 4:
+            engine.add(Request(str(step), prompt(9, 3 + step), short))
+        if any(o.id == "long" and o.tokens for o in engine.step()):
+            first = step
+            break
+    assert first is not None and 50 < first < 50 + 2 * 6 + 70 // 16 + 4
+    passed = [s for s in range(1, 50) if str(s) not in engine.live]
+    assert len(passed) > 20, "until then, short ones went first"
+
+
+def test_the_worst_gap_and_the_steps_beyond_the_bound_are_counted_only_while_somebody_decodes(monkeypatch):
+    clock, took = [0.0], [0.0]
+    monkeypatch.setattr("hetero.engine.engine.time.monotonic", lambda: clock[0])
+    engine = fake.engine(limits=Limits(max_batch=4, chunk_tokens=64, max_stall_s=0.2))
+    whole = engine.runner.run
+
+    def timed(work):
+        clock[0] += took[0]
+        return whole(work)
+    engine.runner.run = timed
+    engine.add(Request("a", prompt(20), GREEDY))
+    for seconds in (5.0, 0.1, 0.3, 0.25, 0.0):             # the first reads a prompt with nobody waiting for a token
+        took[0] = seconds
+        engine.step()
+    stats = engine.stats()
+    assert stats.worst_gap_s == pytest.approx(0.3) and stats.stalls == 2
+    assert stats.prefill_s == pytest.approx(5.0) and stats.decode_s == pytest.approx(0.65)
+
+
+@pytest.mark.parametrize("window", [None, (None, 9)])
+def test_an_abort_in_the_middle_of_a_prompt_leaves_only_whole_pages_behind_and_they_are_right(window):
+    engine = fake.engine(window=window, limits=Limits(max_batch=2, chunk_tokens=10))
+    request = Request("a", prompt(40), WARM)
+    engine.add(request)
+    engine.step()
+    engine.step()                                          # 20 of 40 tokens are computed, 5 pages
+    engine.abort("a")
+    assert engine.pages.held == 0 and len(engine.pages.index) == 5
+    engine.add(dataclasses.replace(request, id="b"))
+    outputs = fake.run(engine)[("b", 0)]
+    assert fake.tokens(outputs) == solo(request, window=window)[("a", 0)] and outputs[0].cached_tokens == 20
+    assert outputs[0].cache_miss == "not_cached@tok 20"
+
+
 def test_a_prompt_among_decoding_neighbours_comes_in_chunks_that_keep_the_bound():
     engine = fake.engine(pages=200, context=400, limits=Limits(max_batch=4, chunk_tokens=128, max_stall_s=0.05), estimate=lambda t, c: 1e-3 * t)
     engine.scheduler.pace.learn = lambda *a: None

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,13 @@ def test_kl_is_at_most_a_thousandth_on_both_paths(llm: LLM) -> None:
     found = quality.bench(llm, quality.by_transformers(llm), "transformers", quality.texts(quality.TEXT, 6), quality.TEXT, quality.PATHS)
     assert [row["path"] for row in found.rows] == ["prefill", "decode"]
     assert all(row["KL"] <= 1e-3 and row["top-1"] >= 0.98 for row in found.rows), found.rows
+
+
+@pytest.mark.slow
+def test_kv_in_fp8_costs_at_most_five_thousandths_more(tmp_path: Path) -> None:
+    with LLM(cache_dir=str(tmp_path), kv_dtype="fp8") as llm:
+        found = quality.bench(llm, quality.by_transformers(llm), "transformers", quality.texts(quality.TEXT, 6), quality.TEXT, quality.PATHS)
+    assert all(row["KL"] <= 6e-3 and row["top-1"] >= 0.96 for row in found.rows), found.rows
 
 
 @pytest.mark.slow
