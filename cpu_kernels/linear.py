@@ -1,12 +1,14 @@
 """`Linear`: a dense matrix in any of the formats times rows of activations, shared out to a team. Knows no model and no device.
 
-One job: activations into the format's partner where it has one, then tasks of up to four row blocks for one token, or of one row block for up
-to sixteen tokens at once. A token's result is the same bits whatever the other tokens and the number of threads are.
+One job: activations into the format's partner or, float32 and several tokens, into panels; then tasks of up to four row blocks for one token,
+of row blocks times panels, or of one row block for up to sixteen tokens of codes. A token's result is the same bits whatever the other tokens
+and the number of threads are.
 """
 
 from typing import Any
 
 import numpy as np
+from numba import carray
 
 from . import cpu, ffn, lanes, pack, plain, rows
 from .atoms import add, peek, poke
@@ -14,7 +16,8 @@ from .ffn import MOST_TOKENS, peek32, poke32
 from .formats import COLS, ROWS, Format, format_of, padded
 from .jit import kernel
 from .jobs import barrier, claims, share
-from .operands import ready
+from .operands import f32, ready
+from .rows import panel
 from .store import aligned
 from .team import Prepared, Team
 
@@ -25,11 +28,12 @@ _copy16 = lanes.op(2, lambda b, to, of: lanes.store(b, lanes.load(b, of, _REAL, 
 _add16 = lanes.op(2, lambda b, to, of: lanes.store(b, b.fadd(lanes.load(b, to, _REAL, 0, 4), lanes.load(b, of, _REAL, 0, 4)), to, 0, 4))
 # a thread's block: streams' addresses of this task and the next (64 B), activations' addresses, 32 float32 of input, sums
 _WHERE, _ACTS, _VALUES, _SUMS = 0, 64, 64 + 8 * MOST_TOKENS, 192 + 8 * MOST_TOKENS
-SPARE_NBYTES = _SUMS + 64 * MOST_TOKENS
+SPARE_NBYTES = _SUMS + 64 * 2 * MOST_TOKENS
+TASK_NBYTES = 256 << 10                              # of weights, which stay in L2 while panels pass
 WALKS = ((1, 1), (4, 1), (1, rows.MANY))             # (streams, tokens)
 
 # words of the operands, behind that of the reals
-(X, T, K_, N_, OUT, BASE, ROW, TILES, BIAS, ACTS, STEP, SPARE, TAKE, ONE1, ONE4, MANY) = (8 * i for i in range(1, 17))
+(X, T, K_, N_, OUT, BASE, ROW, TILES, BIAS, ACTS, STEP, SPARE, TAKE, ONE1, ONE4, MANY, PANELS, PANEL, BLOCKS) = (8 * i for i in range(1, 20))
 
 
 @kernel(inner=True)
@@ -42,6 +46,26 @@ def take_inputs(a: int, tid: int, threads: int, spare: int) -> None:
         for g in range(2):
             ffn.load32(x + 4 * t * K, 0, (i - t * tiles) * COLS + 32 * g, K, spare + _VALUES)
             _take(peek(a + TAKE), spare + _VALUES, spare + _VALUES + 64, peek(a + ACTS) + i * step, g)
+
+
+@kernel(inner=True)
+def take_panels(a: int, tid: int, threads: int) -> None:
+    """This thread's share of x as panels: PANELS words (first token | tokens << 32), PANEL their number."""
+    K, tiles, count = peek(a + K_), peek(a + TILES), peek(a + PANEL)
+    width = tiles * COLS
+    lo, hi = share(count * tiles, tid, threads)
+    for i in range(lo, hi):
+        which = i // tiles
+        word = peek(peek(a + PANELS) + 8 * which)
+        t, tokens, at = word & 0xFFFFFFFF, word >> 32, (i - which * tiles) * COLS
+        to = carray(f32(peek(a + ACTS) + 4 * (t * width + at * tokens)), COLS * tokens)
+        here = max(0, min(COLS, K - at))
+        for j in range(tokens):
+            x = carray(f32(peek(a + X) + 4 * ((t + j) * K + at)), COLS)
+            for c in range(here):
+                to[c * tokens + j] = x[c]
+            for c in range(here, COLS):
+                to[c * tokens + j] = np.float32(0)
 
 
 @kernel(inner=True)
@@ -93,6 +117,27 @@ def task(a: int, number: int, blocks: int, each: int, spare: int) -> None:
             multiply(a, block, 1, t, min(MOST_TOKENS, tokens - t), min(block + 1, blocks - 1), spare)
 
 
+@kernel(inner=True)
+def task_of_panels(a: int, number: int, blocks: int, each: int, spare: int) -> None:
+    """Row blocks number * each .. times all panels: weights stay near while panels pass."""
+    row, tiles, base, at_once = peek(a + ROW), peek(a + TILES), peek(a + BASE), peek(a + BLOCKS)
+    first = number * each
+    last = min(first + each, blocks)
+    for i in range(peek(a + PANEL)):
+        word = peek(peek(a + PANELS) + 8 * i)
+        t, tokens = word & 0xFFFFFFFF, word >> 32
+        x = peek(a + ACTS) + 4 * COLS * tiles * t
+        for block in range(first, last, at_once):
+            after = block + at_once if block + at_once < last or i == 0 else first
+            for s in range(at_once):
+                poke(spare + _WHERE + 8 * s, base + min(block + s, blocks - 1) * row)
+                poke(spare + _WHERE + panel.NEXT_AT + 8 * s, base + min(after + s, blocks - 1) * row)
+            _walk(peek(a + MANY), spare + _WHERE, x, spare + _SUMS, tiles | tokens << 32)
+            for s in range(min(at_once, last - block)):
+                for j in range(tokens):
+                    give(a, t + j, block + s, spare + _SUMS + 64 * (s * tokens + j))
+
+
 def blocks_at_once(blocks: int, threads: int) -> int:
     """Row blocks of one task."""
     return 4 if blocks >= 8 * threads else 1
@@ -102,14 +147,25 @@ _blocks_at_once = kernel(blocks_at_once, inner=True)
 
 
 @kernel(inner=True)
+def _blocks_of_panels(blocks: int, threads: int, at_once: int, row_nbytes: int) -> int:
+    """Row blocks of one task of panels: enough tasks for a fair share, few enough bytes for L2."""
+    fair = blocks // (4 * threads * at_once)
+    near = TASK_NBYTES // (row_nbytes * at_once)
+    return at_once * max(1, min(fair, near))
+
+
+@kernel(inner=True)
 def job(control: int, tid: int, threads: int, a: int) -> int:
     spare = peek(a + SPARE) + tid * SPARE_NBYTES
-    if peek(a + TAKE) != 0:
+    in_panels = peek(a + PANEL) != 0
+    if in_panels:
+        take_panels(a, tid, threads)
+    elif peek(a + TAKE) != 0:
         take_inputs(a, tid, threads, spare)
-        if not barrier(control, tid, threads):
-            return 0
+    if (in_panels or peek(a + TAKE) != 0) and not barrier(control, tid, threads):
+        return 0
     blocks = (peek(a + N_) + ROWS - 1) // ROWS
-    each = _blocks_at_once(blocks, threads)
+    each = _blocks_of_panels(blocks, threads, peek(a + BLOCKS), peek(a + ROW)) if in_panels else _blocks_at_once(blocks, threads)
     n = (blocks + each - 1) // each
     for k in range(threads):
         owner = (tid + k) % threads
@@ -117,7 +173,10 @@ def job(control: int, tid: int, threads: int, a: int) -> int:
         counter = claims(control, tid, owner, 0)
         t = lo + add(counter, 1)
         while t < hi:
-            task(a, t, blocks, each, spare)
+            if in_panels:
+                task_of_panels(a, t, blocks, each, spare)
+            else:
+                task(a, t, blocks, each, spare)
             t = lo + add(counter, 1)
     return 0
 
@@ -157,6 +216,8 @@ class Linear:
 
     def prepared(self, x: int, tokens: int, out: int, threads: int, bias: int = 0, keep: Any = None) -> Prepared:
         """y = x W^T + bias as a job over addresses: x float32 [tokens, cols], out float32 [tokens, rows], bias float32 [rows padded to 16] or 0."""
+        if tokens > 1 and rows.is_float(self.format, self.exact):
+            return self._by_panels(x, tokens, out, threads, bias, keep)
         most = blocks_at_once(padded(self.rows, ROWS) // ROWS, threads)
         for i, (streams, m) in enumerate(WALKS):
             used = streams <= most if tokens == 1 else m == rows.MANY or (streams == 1 and tokens % MOST_TOKENS == 1)
@@ -168,7 +229,19 @@ class Linear:
         acts = x if self.direct else spare + threads * SPARE_NBYTES
         base = int(self.data.__array_interface__["data"][0])
         return ready(job, [x, tokens, self.cols, self.rows, out, base, tiles * self.format.tile_nbytes, tiles, bias, acts, self.step, spare,
-                           self._take, *self._walks], keep=(self, room, keep))
+                           self._take, *self._walks, 0, 0, 0], keep=(self, room, keep))
+
+    def _by_panels(self, x: int, tokens: int, out: int, threads: int, bias: int, keep: Any) -> Prepared:
+        tiles, at, words = padded(self.cols, COLS) // COLS, 0, []
+        for n in panel.panels(self.body, tokens):
+            words.append(at | n << 32)
+            at += n
+        table = np.array(words, np.int64)
+        room = aligned(threads * SPARE_NBYTES + tokens * tiles * 4 * COLS)
+        spare, base = (int(a.__array_interface__["data"][0]) for a in (room, self.data))
+        return ready(job, [x, tokens, self.cols, self.rows, out, base, tiles * self.format.tile_nbytes, tiles, bias,
+                           spare + threads * SPARE_NBYTES, 0, spare, 0, 0, 0, panel.walk(self.format.name, self.body), table.ctypes.data, len(table),
+                           panel.blocks(self.body)], keep=(self, room, table, keep))
 
     def run(self, x: Array, out: Array, team: Team, bias: Array | None = None) -> None:
         """x float32 [T, cols], out float32 [T, rows], bias float32 [rows padded to a multiple of 16]; all C-contiguous."""

@@ -25,7 +25,7 @@ def at_once(format: Format, body: str) -> tuple[int, ...]:
     return (16, 8, 4, 2, 1) if WIDTHS[body] == 16 else (6, 4, 2, 1)
 
 
-def _column(b: Builder, format: Format, body: str, tile: Value, turn: Value, c: int, group: int, first: int, n: int) -> Value:
+def column(b: Builder, format: Format, body: str, tile: Value, turn: Value, c: int, group: int, first: int, n: int) -> Value:
     """Column 32·group + 8·turn + c of rows first .. first + n − 1 as float32, codes without their scale. A line is loaded again for each
     of its columns: registers are for sums."""
     if format.name == "f32":
@@ -79,7 +79,7 @@ def tile(b: Builder, format: Format, body: str, add: Add, w: Value, xs: list[Val
                 fresh(b)
                 if 64 * c < step:
                     prefetch(b, pulled, 4 * step * group + 64 * c)
-                columns = [_column(b, format, body, w, loop.index, c, group, n * p, n) for p in parts]
+                columns = [column(b, format, body, w, loop.index, c, group, n * p, n) for p in parts]
                 for t in tokens:
                     x = spread(b, b.add(xs[t], at), F32, n, 4 * (32 * group + c))
                     for p in parts:

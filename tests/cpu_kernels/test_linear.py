@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cpu_kernels import cpu, plain
+from cpu_kernels import cpu, lanes, plain
 from cpu_kernels.linear import Linear
+from cpu_kernels.rows import panel
 from cpu_kernels.team import Team
 
 SHAPES = [(64, 64), (300, 130), (16, 256), (1, 64), (257, 320)]
@@ -46,6 +47,29 @@ def test_products_are_those_of_float64_and_the_same_bits_for_any_number_of_token
     for n in (1, 2, 3, 5, 8, 9):
         assert np.array_equal(run(linear, x[:n].copy(), team, bias), whole[:n])
     assert np.array_equal(run(linear, x[4:5].copy(), team, bias)[0], whole[4])
+
+
+@pytest.mark.parametrize("isa", [i for i in cpu.isas() if i in lanes.BODIES])
+@pytest.mark.parametrize("format", ["f32", "f16", "bf16", "int8_g32", "int4_g32", "q4_k", "mxfp4"])
+def test_every_body_multiplies_panels_of_every_size_as_it_does_one_token(format: str, isa: str) -> None:
+    rng = np.random.default_rng(3)
+    linear = Linear(format, 72, 200, exact=True, isa=isa)
+    linear.put(rng.standard_normal((72, 200)).astype(np.float32) / 8)
+    x = rng.standard_normal((28, 200)).astype(np.float32)
+    want = x.astype(np.float64) @ linear.dequantize().T
+    with Team(cores=cpu.read().allowed[:1], threads=2) as team:
+        whole = run(linear, x, team)
+        assert np.abs(whole - want).max() <= 2e-5 * np.abs(want).max()
+        for n in (1, 2, 7, 13, 25):
+            assert np.array_equal(run(linear, x[:n].copy(), team), whole[:n]), n
+
+
+@pytest.mark.parametrize("body", lanes.BODIES)
+def test_panels_hold_all_tokens_and_are_as_few_as_can_be(body: str) -> None:
+    for tokens in range(1, 200):
+        cut = panel.panels(body, tokens)
+        assert sum(cut) == tokens and set(cut) <= set(panel.sizes(body))
+        assert len(cut) <= tokens // panel.sizes(body)[0] + 3
 
 
 @pytest.mark.parametrize("format", ["bf16", "int8_g32"])
