@@ -181,10 +181,10 @@ def _take_floats(first: int, second: int, block: int, group: int) -> int:
 WALKS = {"APART1": (1, 1), "APART2": (2, 1), "APART4": (4, 1), "TOGETHER": (1, rows.MANY), "PAIRS": (2, 2)}
 
 
-def walks(format: str, body: str, exact: bool, several: bool) -> dict[str, int]:
+def walks(format: str, body: str, exact: bool, several: bool, down: bool) -> dict[str, int]:
     """Addresses of what a routed layer needs for one token, or for several of one expert at once; compiled or loaded now. Two streams of
-    two tokens pay where vectors are wide: elsewhere 0 stands for that walk."""
-    wide = lanes.WIDTHS[body] == 16
+    two tokens pay for gate and up where vectors are wide: elsewhere 0 stands for that walk."""
+    wide = lanes.WIDTHS[body] == 16 and not down
     wanted = {name: shape for name, shape in WALKS.items() if (several or shape[1] == 1) and (wide or shape != (2, 2))}
     made = {name: rows.walk(format, body, exact, *shape) for name, shape in wanted.items()}
     return {"PAIRS": 0} | made | {"TAKE": take(format, body, exact)}

@@ -88,11 +88,6 @@ class Format:
         """Bytes of a packed [rows, cols] matrix, padding included."""
         return padded(rows, ROWS) // ROWS * (padded(cols, COLS) // COLS) * self.tile_nbytes
 
-    def expert_nbytes(self, hidden: int, inter: int, gated: bool = True) -> int:
-        """Bytes of one expert's record gate | up | down (up | down when it is not gated). gate and up have their rows padded to 64,
-        because they are the columns of down."""
-        return padded((1 + gated) * self.nbytes(padded(inter, COLS), hidden) + self.nbytes(hidden, inter), 64)
-
     @property
     def bits_per_weight(self) -> float:
         """Scales included, padding not."""
@@ -138,3 +133,18 @@ def format_of(name: "str | Format") -> Format:
     if name not in FORMATS:
         raise ValueError(f"format {name!r} is not known; known formats: {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def formats_of(form: "str | Format") -> tuple[Format, Format]:
+    """(format of gate and up, format of down) of an expert: one name for both, or two joined by "+" ("q4_k+q6_k")."""
+    if isinstance(form, Format):
+        return form, form
+    first, _, down = form.partition("+")
+    return format_of(first), format_of(down or first)
+
+
+def expert_nbytes(form: "str | Format", hidden: int, inter: int, gated: bool = True) -> int:
+    """Bytes of one expert's record gate | up | down (up | down when it is not gated). gate and up have their rows padded to 64,
+    because they are the columns of down."""
+    first, down = formats_of(form)
+    return padded((1 + gated) * first.nbytes(padded(inter, COLS), hidden) + down.nbytes(hidden, inter), 64)

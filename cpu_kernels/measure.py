@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from . import FORMATS, ExpertLayer, ExpertStore, Team, ceilings, cpu, plain, tiled, tiles
+from . import ExpertLayer, ExpertStore, Team, ceilings, cpu, plain, tiles
+from .formats import expert_nbytes
 
 Row = dict[str, Any]
 LEAST_ROUNDS, PIECE_NBYTES = 3, 64 << 20
@@ -120,7 +121,7 @@ def prefill(layer: ExpertLayer, team: Team, per_expert: int, precision: str, tas
 def peak_ops_s(layer: ExpertLayer, team: Team, precision: str) -> float:
     """Of the products that the layer uses for many tokens."""
     if layer.amx:
-        return ceilings.tile_ops_s(team, precision != "fast" or layer.store.format.name not in tiled.FAST, 50_000)
+        return ceilings.tile_ops_s(team, precision != "fast" or not layer.rounds, 50_000)
     return ceilings.vector_ops_s(team, layer.body, layer.store.format.partner == "int8", 100_000)
 
 
@@ -133,7 +134,7 @@ def error(layer: ExpertLayer, team: Team, tokens: int, precision: str) -> float:
     w = [store.dequantize(0, n) for n in ("gate", "up", "down") if n != "gate" or store.gated]
     parts = (w[0], w[1], w[2]) if store.gated else (None, w[0], w[1])
     act = (layer.act.kind, layer.act.alpha, layer.act.limit, layer.act.up_shift)
-    ref = plain.moe(store.format, x, ids, weights, lambda _: parts, act, None, "output", rounded=False)
+    ref = plain.moe(store.form, x, ids, weights, lambda _: parts, act, None, "output", rounded=False)
     return float(np.linalg.norm(out - ref) / np.linalg.norm(ref))
 
 
@@ -153,16 +154,14 @@ def measure(task: Task, team: Team, tell: Callable[[Row], None] = lambda row: No
     """All rows of a task; each is told when it is there. Raises ValueError for a format or an instruction set that is not."""
     made: list[Row] = []
     for format in task.formats:
-        if format not in FORMATS:
-            raise ValueError(f"formats: {format!r}; known: {', '.join(FORMATS)}")
-        record = FORMATS[format].expert_nbytes(task.hidden, task.inter, task.gated)
+        record = expert_nbytes(format, task.hidden, task.inter, task.gated)
         store = ExpertStore(format, max(task.top_k, int(task.gib * 2**30) // record), task.hidden, task.inter, task.gated)
         fill(store)
         for isa in task.isas or (cpu.isa(),):
             layer = ExpertLayer(store, isa=isa)
             told = {"format": format, "isa": isa, "threads": team.threads, "switch": layer.tune(team)}
             for tokens in task.tokens:
-                for precision in ("accurate", "fast") if tokens > SMALL and layer.amx and format in tiled.FAST else ("accurate",):
+                for precision in ("accurate", "fast") if tokens > SMALL and layer.amx and layer.rounds else ("accurate",):
                     row = decode(layer, team, tokens, task) if tokens <= SMALL else prefill(layer, team, tokens, precision, task)
                     made.append(told | row | {"error": error(layer, team, min(tokens, 256), precision)})
                     tell(made[-1])

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import cpu, ffn, lanes, routed, rows, tiled, tiles
 from .ffn import KINDS
-from .formats import COLS, ROWS, padded
+from .formats import COLS, ROWS, Format, padded
 from .store import ExpertStore, aligned
 from .team import JobFailed, Prepared, Team, prepare
 
@@ -89,7 +89,7 @@ class ExpertLayer:
         self.body = lanes.body_of(named)
         refused = named == "amx" and not tiles.permitted()
         self.refused = "Linux refuses this process AMX tile registers: many tokens go by AVX-512" if refused else ""
-        self.amx = named == "amx" and self.store.format.name != "f32" and not refused
+        self.amx = named == "amx" and "f32" not in (store.format.name, store.down.name) and not refused
         self.switch = tiled.SWITCH                   # tokens of one expert from which tile products are used; `tune` measures it
         E, H, I = store.experts, store.hidden, padded(store.inter, COLS)
         given = biases or (None, None, None)
@@ -105,7 +105,8 @@ class ExpertLayer:
         r = routed
         self.static: dict[int, int] = {
             r.HIDDEN: H, r.INTER: I, r.EXPERTS: E, r.BASE: store.address, r.RECORD: store.record_nbytes, r.UP_AT: one,
-            r.DOWN_AT: one * (1 + store.gated), r.TILE: store.format.tile_nbytes, r.KIND: KINDS.index(self.act.kind), r.GATED: int(store.gated),
+            r.DOWN_AT: one * (1 + store.gated), r.TILE: store.format.tile_nbytes,
+            r.DOWN_TILE: store.down.tile_nbytes, r.KIND: KINDS.index(self.act.kind), r.GATED: int(store.gated),
             r.PARAMS: self._params.ctypes.data, r.BIAS_GATE: self._biases[0].ctypes.data, r.BIAS_UP: self._biases[1].ctypes.data,
             r.BIAS_DOWN: self._biases[2].ctypes.data, r.BIAS_I: 4 * I * (biases is not None),
             r.BIAS_H: 4 * padded(H, ROWS) * (biases is not None), r.ON_INPUT: int(weight_on == "input"), r.COUNTS: self._counts.ctypes.data,
@@ -134,10 +135,15 @@ class ExpertLayer:
 
     def kernel(self, precision: str = "accurate", deterministic: bool = False) -> str:
         """What `run` runs, for a report: the body of few tokens, and that of many where there is another one."""
-        few = f"rows.{self.store.format.name}"
+        few = f"rows.{self.store.form}"
         if not self.amx or precision == "exact" or deterministic:
             return few
-        return f"{few}, from {self.switch} tokens tiles.{'int8' if precision == 'fast' and self.store.format.name != 'bf16' else 'bf16'}"
+        return f"{few}, from {self.switch} tokens tiles.{'int8' if precision == 'fast' and self.rounds else 'bf16'}"
+
+    @property
+    def rounds(self) -> bool:
+        """True when there are int8 tile products for these formats."""
+        return {self.store.format.name, self.store.down.name} <= set(tiled.FAST)
 
     def _walk(self, x: Array, ids: Array, weights: Array, out: Array, team: Team, exact: bool) -> None:
         """By the kernels of few tokens, which any number can go through."""
@@ -159,7 +165,7 @@ class ExpertLayer:
 
     def _tiles(self, team: Team, fast: bool) -> tiled.Tiled:
         """By tile products; only some formats have a faster int8 form."""
-        fast = fast and self.store.format.name in tiled.FAST
+        fast = fast and self.rounds
         made = self._tiled.setdefault(team, {})
         if fast not in made:
             made[fast] = tiled.Tiled(self.store, self.static, self.act.kind, self.body, True, fast, team, self)
@@ -210,24 +216,25 @@ class _Line:
 
     def __init__(self, layer: ExpertLayer, scratch: Scratch, exact: bool) -> None:
         store = layer.store
-        step = rows.block_nbytes(store.format, exact)
+        step, down_step = (rows.block_nbytes(f, exact) for f in (store.format, store.down))
         self.scratch, self.version = scratch, -1
         self.act_nbytes = padded(store.hidden, COLS) // COLS * step
-        self.hid_nbytes = padded(store.inter, COLS) // COLS * step
+        self.hid_nbytes = padded(store.inter, COLS) // COLS * down_step
         self.words = np.zeros(routed.WORDS, np.int64)
         self.view, self.several = memoryview(cast(Any, self.words)), False
         for i, v in layer.static.items():
             self.words[i] = v
-        self.words[routed.STEP] = step
-        self.kind = (store.format.name, layer.body, exact)
+        self.words[routed.STEP], self.words[routed.DOWN_STEP] = step, down_step
+        self.kinds: dict[str, tuple[Format, str, bool]] = {"": (store.format, layer.body, exact), "DOWN_": (store.down, layer.body, exact)}
         self.prepared = prepare(routed.job, self.words, layer)
 
         self.widen(False)
 
     def widen(self, several: bool) -> None:
         """Makes walks for one token or for several of one expert at once ready: compiled when first needed."""
-        for name, place in ffn.walks(*self.kind, several).items():
-            self.words[getattr(routed, name)] = place
+        for prefix, (format, body, exact) in self.kinds.items():
+            for name, place in ffn.walks(format.name, body, exact, several, bool(prefix)).items():
+                self.words[getattr(routed, prefix + name)] = place
         self.several = several
 
     def aim(self, x: Array, ids: Array, weights: Array, out: Array) -> None:

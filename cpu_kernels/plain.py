@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import codes as coded
-from .formats import COLS, GROUP, ROWS, Format, padded
+from .formats import COLS, GROUP, ROWS, Format, formats_of, padded
 
 Array = np.ndarray[Any, Any]
 ZERO_INT4 = 8
@@ -209,22 +209,24 @@ def activate(kind: str, alpha: float, limit: float | None, up_shift: float, gate
         return a * ((up if limit is None else np.clip(up, -limit, limit)) + up_shift)
 
 
-def ffn(format: Format, x: Array, gate: Array | None, up: Array, down: Array, act: tuple[str, float, float | None, float],
+def ffn(form: str | Format, x: Array, gate: Array | None, up: Array, down: Array, act: tuple[str, float, float | None, float],
         biases: tuple[Any, Any, Any] = (None, None, None), scale: float = 1.0, rounded: bool = False) -> Array:
     """One expert on x [T, H] in float64. `rounded`: activations become the format's partner before each product, as in the kernels.
     `scale` multiplies the input (weight_on="input")."""
-    def take(v: Array) -> Array:
+    first, last = formats_of(form)
+
+    def take(v: Array, format: Format) -> Array:
         return rounded_activations(format, v.astype(np.float32)) if rounded else v.astype(np.float64)
-    xs = take(x) * scale
+    xs = take(x, first) * scale
     u = xs @ up.T + (0 if biases[1] is None else biases[1])
     if gate is None:
         h = activate(*act, u, None)
     else:
         h = activate(*act, xs @ gate.T + (0 if biases[0] is None else biases[0]), u)
-    return take(h) @ down.T + (0 if biases[2] is None else biases[2])
+    return take(h, last) @ down.T + (0 if biases[2] is None else biases[2])
 
 
-def moe(format: Format, x: Array, ids: Array, weights: Array, matrices: Any, act: tuple[str, float, float | None, float],
+def moe(form: str | Format, x: Array, ids: Array, weights: Array, matrices: Any, act: tuple[str, float, float | None, float],
         biases: Any = None, weight_on: str = "output", rounded: bool = False) -> Array:
     """The routed layer in float64: x [T, H]; ids, weights [T, k]; `matrices(e)` -> (gate | None, up, down) float64. ids of −1 are skipped."""
     out = np.zeros(x.shape, np.float64)
@@ -234,6 +236,6 @@ def moe(format: Format, x: Array, ids: Array, weights: Array, matrices: Any, act
                 continue
             b: Any = [None if m is None else m[e].astype(np.float64) for m in biases or (None, None, None)]
             gate, up, down = matrices(e)
-            y = ffn(format, x[t:t + 1], gate, up, down, act, b, w if weight_on == "input" else 1.0, rounded)[0]
+            y = ffn(form, x[t:t + 1], gate, up, down, act, b, w if weight_on == "input" else 1.0, rounded)[0]
             out[t] += y if weight_on == "input" else w * y
     return out

@@ -36,8 +36,8 @@ from .tiles import BLOCK_NBYTES, power
 
 # words after those of `routed`; x and hidden rows as A tiles, their row scales (int8), hidden rows before rounding (int8)
 (PACKED, PACKED_SCALES, HIDDEN_TILES, HIDDEN_SCALES, HIDDEN_BF16, BLOCK_STARTS, ROOM, INTER_CHUNK, HIDDEN_CHUNK, CONFIGURATION, BLOCKS_AT_ONCE,
- PACK, ROUND, GATE_UP, DOWN, ACTIVATE, MULTIPLY, FILL, SCALES) = range(routed.WORDS, routed.WORDS + 19)
-WORDS = routed.WORDS + 19
+ PACK, ROUND, GATE_UP, DOWN, ACTIVATE, MULTIPLY, FILL, SCALES, DOWN_MULTIPLY, DOWN_FILL, DOWN_SCALES) = range(routed.WORDS, routed.WORDS + 22)
+WORDS = routed.WORDS + 22
 # per thread: the room of `gemm`, some float32, the arguments of a product, 16 B that a call leaves behind, the sums
 VALUES_AT = ROOM_NBYTES
 PRODUCT_AT = VALUES_AT + 512
@@ -186,20 +186,21 @@ def set_product(room: int, i: int, value: int) -> None:
 
 
 @kernel
-def product(a: int, room: int, w: int, row: int, sums: int, ahead: int, ahead_row: int) -> None:
-    """32 rows of weights times the blocks that the room's product is set to; `ahead` is unpacked on the way and is `current` next time."""
+def product(a: int, of: int, room: int, w: int, row: int, sums: int, ahead: int, ahead_row: int) -> None:
+    """32 rows of weights times the blocks that the room's product is set to; `ahead` is unpacked on the way and is `current` next time. `of`: 0,
+    or 3 for the format of down."""
     set_product(room, W, w)
     set_product(room, ROW, row)
     set_product(room, SUMS, sums)
     set_product(room, AHEAD, ahead)
     set_product(room, AHEAD_ROW, ahead_row)
     if ahead != 0:
-        call(word(a, SCALES), ahead, ahead_row, peek(room + PRODUCT_AT + 8 * WIDE), room + 128, room + CALL_AT)
-    set_product(room, CURRENT, call(word(a, MULTIPLY), room + PRODUCT_AT, 0, 0, 0, room + CALL_AT))
+        call(word(a, SCALES + of), ahead, ahead_row, peek(room + PRODUCT_AT + 8 * WIDE), room + 128, room + CALL_AT)
+    set_product(room, CURRENT, call(word(a, MULTIPLY + of), room + PRODUCT_AT, 0, 0, 0, room + CALL_AT))
 
 
 @kernel
-def start_products(a: int, room: int, w: int, row: int, wide: int, x: int, stride: int, blocks: int) -> None:
+def start_products(a: int, of: int, room: int, w: int, row: int, wide: int, x: int, stride: int, blocks: int) -> None:
     """Sets the room's product to `blocks` blocks of activations at x, and unpacks the first panel of the first 32 rows."""
     set_product(room, WIDE, wide)
     set_product(room, X, x)
@@ -207,8 +208,8 @@ def start_products(a: int, room: int, w: int, row: int, wide: int, x: int, strid
     set_product(room, BLOCKS, blocks)
     set_product(room, PRODUCT_ROOM, room)
     set_product(room, CURRENT, 0)
-    call(word(a, SCALES), w, row, wide, room, room + CALL_AT)
-    call(word(a, FILL), w, row, panel_tiles(wide), room, room + CALL_AT)
+    call(word(a, SCALES + of), w, row, wide, room, room + CALL_AT)
+    call(word(a, FILL + of), w, row, panel_tiles(wide), room, room + CALL_AT)
 
 
 @kernel
@@ -257,7 +258,7 @@ def units_of(bf16: bool, gated: bool, kind: str) -> dict[int, Any]:
         record, end, where = routed.expert(a, u), block_start(a, u + 1), room + VALUES_AT
         for b in range(block_start(a, u), end, word(a, BLOCKS_AT_ONCE)):
             blocks = min(end - b, word(a, BLOCKS_AT_ONCE))
-            start_products(a, room, record + 2 * first * row, row, wide, word(a, PACKED) + b * wide * step, wide * step, blocks)
+            start_products(a, 0, room, record + 2 * first * row, row, wide, word(a, PACKED) + b * wide * step, wide * step, blocks)
             for i in range(first, last):
                 for matrix in range(2 if gated else 1):
                     w = record + matrix * word(a, routed.UP_AT) + 2 * i * row
@@ -267,7 +268,7 @@ def units_of(bf16: bool, gated: bool, kind: str) -> dict[int, Any]:
                     elif i + 1 < last:
                         ahead = record + 2 * (i + 1) * row
                     c = room + SUMS_AT + matrix * blocks * BLOCK_NBYTES
-                    product(a, room, w, row, c, ahead, row)
+                    product(a, 0, room, w, row, c, ahead, row)
                     if not bf16:
                         dequantize_rows(c, 32 * blocks, word(a, PACKED_SCALES) + 128 * b, room + SCALES_AT)
                     turn(room)
@@ -286,19 +287,19 @@ def units_of(bf16: bool, gated: bool, kind: str) -> dict[int, Any]:
     def down(a: int, first: int, last: int, room: int) -> int:
         """Columns 32 · first .. of out, over all experts. An odd last row block of the weights stands in for its missing neighbour."""
         H, wide = word(a, routed.HIDDEN), word(a, routed.INTER) // COLS
-        row = wide * word(a, routed.TILE)
+        row = wide * word(a, routed.DOWN_TILE)
         for u in range(word(a, routed.USED_COUNT)):
             base, end = routed.expert(a, u) + word(a, routed.DOWN_AT), block_start(a, u + 1)
             for b in range(block_start(a, u), end, word(a, BLOCKS_AT_ONCE)):
                 blocks = min(end - b, word(a, BLOCKS_AT_ONCE))
-                start_products(a, room, base + 2 * first * row, row if 32 * first + ROWS < H else 0, wide,
+                start_products(a, 3, room, base + 2 * first * row, row if 32 * first + ROWS < H else 0, wide,
                                word(a, HIDDEN_TILES) + b * wide * step, wide * step, blocks)
                 start = first_pair(a, u) + 32 * (b - block_start(a, u))
                 rows = min(first_pair(a, u + 1) - start, 32 * blocks)
                 for i in range(first, last):
                     ahead = base + 2 * (i + 1) * row if i + 1 < last else 0
                     c = room + SUMS_AT + (i - first) * blocks * BLOCK_NBYTES
-                    product(a, room, base + 2 * i * row, row if 32 * i + ROWS < H else 0, c, ahead, row if 32 * (i + 1) + ROWS < H else 0)
+                    product(a, 3, room, base + 2 * i * row, row if 32 * i + ROWS < H else 0, c, ahead, row if 32 * (i + 1) + ROWS < H else 0)
                     if not bf16:
                         dequantize_rows(c, rows, word(a, HIDDEN_SCALES) + 128 * b, room + SCALES_AT)
                     turn(room)

@@ -18,8 +18,9 @@ PULL_NBYTES = 192 << 10                              # of the own rows of down, 
 # words of a job's arguments; I is padded to 64, tiles and rows are those of H and I
 (INPUTS, IDS, WEIGHTS, OUT, COUNT, TOP_K, BF16, HIDDEN, INTER, EXPERTS, BASE, RECORD, UP_AT, DOWN_AT, TILE, KIND, GATED, PARAMS, BIAS_GATE, BIAS_UP,
  BIAS_DOWN, BIAS_I, BIAS_H, ON_INPUT, ACTS, HID, COUNTS, USED, STARTS, TOKENS, PAIR_WEIGHTS, SPARE, USED_COUNT,
- STEP, ONE, TAKE, APART1, APART2, APART4, TOGETHER, PAIRS) = range(41)
-WORDS = 41
+ ONE, STEP, TAKE, APART1, APART2, APART4, TOGETHER, PAIRS, DOWN_TILE, DOWN_STEP, DOWN_TAKE, DOWN_APART1, DOWN_APART2, DOWN_APART4,
+ DOWN_TOGETHER, DOWN_PAIRS) = range(49)             # a walk's word in the format of gate and up, and in that of down
+WORDS = 49
 # a thread's own memory: streams and next streams, activations' addresses, sums of 4 streams × 16 tokens × 16 rows, 32 float32
 AIM, XS, SUMS = 0, 64, 64 + 8 * MOST_TOKENS
 VALUES = SUMS + 4 * 64 * MOST_TOKENS
@@ -78,7 +79,7 @@ def first_pair(a: int, u: int) -> int:
 @kernel(inner=True)
 def pull(a: int, lo: int, hi: int, control: int, tid: int, threads: int) -> int:
     """Waits for the others behind `arrive`; meanwhile fetches rows lo..hi of the used experts' down into L2. 1 go on, -1 aborted."""
-    n, row = word(a, USED_COUNT), word(a, INTER) // COLS * word(a, TILE)
+    n, row = word(a, USED_COUNT), word(a, INTER) // COLS * word(a, DOWN_TILE)
     u, r, at, pulled = 0, lo if n else hi, 0, 0
     while r < hi and pulled < PULL_NBYTES:
         state = arrived(control, tid, threads)
@@ -112,7 +113,7 @@ def aim_gate_up(a: int, u: int, i: int, where: int) -> None:
 @kernel(inner=True)
 def aim_down(a: int, u: int, n: int, r: int, where: int) -> None:
     """Streams of n experts from the u-th on, row block r of down. Beyond the last expert: the first one's next row block."""
-    row = word(a, INTER) // COLS * word(a, TILE)
+    row = word(a, INTER) // COLS * word(a, DOWN_TILE)
     for s in range(n):
         v = u + s
         q = r
@@ -141,9 +142,9 @@ def join_row(a: int, e: int, pair: int, r: int, sums: int, spare: int) -> None:
 
 
 @kernel(inner=True)
-def apart(a: int, streams: int, spare: int, tiles: int) -> None:
-    """1, 2 or 4 streams of one token each."""
-    _walk(word(a, APART1 + streams // 2), spare + AIM, spare + XS, spare + SUMS, tiles)
+def apart(a: int, walk: int, streams: int, spare: int, tiles: int) -> None:
+    """1, 2 or 4 streams of one token each; walk: APART1 or DOWN_APART1."""
+    _walk(word(a, walk + streams // 2), spare + AIM, spare + XS, spare + SUMS, tiles)
 
 
 @kernel(inner=True)
@@ -173,7 +174,7 @@ def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
         for t in range(max(m, 4)):
             poke(spare + XS + 8 * t, word(a, ACTS) + peek32(word(a, TOKENS) + 4 * (c + t % m)) * tiles * step)
         if m == 1:
-            apart(a, streams, spare, tiles)
+            apart(a, APART1, streams, spare, tiles)
         elif m == 2 and word(a, PAIRS) != 0:
             for s in range(0, streams, 2):
                 _walk(word(a, PAIRS), spare + AIM + 8 * s, spare + XS, spare + SUMS + 128 * s, tiles)
@@ -190,16 +191,16 @@ def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
                     ffn.scale_add(g, weight, word(a, BIAS_GATE) + bias + 64 * half)
                 ffn.scale_add(v, weight, word(a, BIAS_UP) + bias + 64 * half)
                 ffn.activate(word(a, KIND), up_from, g, v, word(a, PARAMS))
-            _take(word(a, TAKE), sums, sums + 64 * m, word(a, HID) + ((c + t) * (I // COLS) + i // 2) * step, i & 1)
+            _take(word(a, DOWN_TAKE), sums, sums + 64 * m, word(a, HID) + ((c + t) * (I // COLS) + i // 2) * word(a, DOWN_STEP), i & 1)
 
 
 @kernel(inner=True)
 def down_apart(a: int, u: int, n: int, r: int, spare: int) -> None:
     """16 columns of n experts of one token each."""
-    stride = word(a, INTER) // COLS * word(a, STEP)
+    stride = word(a, INTER) // COLS * word(a, DOWN_STEP)
     for s in range(n):
         poke(spare + XS + 8 * s, word(a, HID) + first_pair(a, u + s) * stride)
-    apart(a, n, spare, word(a, INTER) // COLS)
+    apart(a, DOWN_APART1, n, spare, word(a, INTER) // COLS)
     for s in range(n):
         join_row(a, peek32(word(a, USED) + 4 * (u + s)), first_pair(a, u + s), r, spare + SUMS + 64 * s, spare)
 
@@ -207,13 +208,13 @@ def down_apart(a: int, u: int, n: int, r: int, spare: int) -> None:
 @kernel(inner=True)
 def down_together(a: int, u: int, r: int, spare: int) -> None:
     """16 columns of one expert for all its tokens."""
-    stride = word(a, INTER) // COLS * word(a, STEP)
+    stride = word(a, INTER) // COLS * word(a, DOWN_STEP)
     e, start, end = peek32(word(a, USED) + 4 * u), first_pair(a, u), first_pair(a, u + 1)
     for c in range(start, end, MOST_TOKENS):
         m = min(end - c, MOST_TOKENS)
         for t in range(m):
             poke(spare + XS + 8 * t, word(a, HID) + (c + t) * stride)
-        _walk(word(a, TOGETHER), spare + AIM, spare + XS, spare + SUMS, word(a, INTER) // COLS | m << 32)
+        _walk(word(a, DOWN_TOGETHER), spare + AIM, spare + XS, spare + SUMS, word(a, INTER) // COLS | m << 32)
         for t in range(m):
             join_row(a, e, c + t, r, spare + SUMS + 64 * t, spare)
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from . import pack, plain
 from .codes import Fields, check
-from .formats import COLS, GROUP, ROWS, Format, format_of, padded
+from .formats import COLS, GROUP, ROWS, Format, expert_nbytes, formats_of, padded
 
 Array = np.ndarray[Any, Any]
 NAMES = ("gate", "up", "down")
@@ -34,15 +34,16 @@ def checked_float(name: str, w: Any, shape: tuple[int, int], dtype: str | None) 
 
 
 class ExpertStore:
-    """Records of `experts` experts of an FFN hidden → inter → hidden. `buffer`: uint8 [≥ experts · record_nbytes], contiguous and 64 B
-    aligned (a view of an arena); without one the store allocates. Ungated experts have no gate."""
+    """Records of `experts` experts of an FFN hidden → inter → hidden; `format`: as `formats_of` reads it. `buffer`: uint8
+    [≥ experts · record_nbytes], contiguous and 64 B aligned (a view of an arena); without one the store allocates. Ungated experts have no gate."""
 
     def __init__(self, format: str | Format, experts: int, hidden: int, inter: int, gated: bool = True, buffer: Array | None = None) -> None:
         for name, n in (("experts", experts), ("hidden", hidden), ("inter", inter)):
             if n < 1:
                 raise ValueError(f"{name}: {n}, at least 1 is needed")
-        self.format, self.experts, self.hidden, self.inter, self.gated = format_of(format), experts, hidden, inter, gated
-        self.record_nbytes = self.format.expert_nbytes(hidden, inter, gated)
+        self.format, self.down = formats_of(format)                  # of gate and up; of down
+        self.experts, self.hidden, self.inter, self.gated = experts, hidden, inter, gated
+        self.record_nbytes = expert_nbytes(format, hidden, inter, gated)
         need = experts * self.record_nbytes
         if buffer is None:
             buffer = aligned(need)
@@ -53,6 +54,15 @@ class ExpertStore:
         if buffer.ctypes.data % 64:
             raise ValueError("buffer: its first byte is not 64 B aligned")
         self.buffer = buffer[:need]
+
+    @property
+    def form(self) -> str:
+        """The name of the format, or both names."""
+        return self.format.name if self.format == self.down else f"{self.format.name}+{self.down.name}"
+
+    def format_for(self, name: str) -> Format:
+        """The format of "gate", "up" or "down"."""
+        return self.down if name == "down" else self.format
 
     @property
     def address(self) -> int:
@@ -77,7 +87,7 @@ class ExpertStore:
         one = self.format.nbytes(padded(self.inter, COLS), self.hidden)
         start = {"gate": 0, "up": one * self.gated, "down": one * (1 + self.gated)}[name]
         record = self.record(e)
-        return record[start:start + self.format.nbytes(self.hidden, self.inter)] if name == "down" else record[start:start + one]
+        return record[start:start + self.down.nbytes(self.hidden, self.inter)] if name == "down" else record[start:start + one]
 
     def put(self, e: int, gate: Array | None, up: Array, down: Array, dtype: str | None = None) -> None:
         """Quantizes float matrices gate, up [inter, hidden] and down [hidden, inter] into the record, in place. float32, float16, or
@@ -85,9 +95,14 @@ class ExpertStore:
         if (gate is not None) != self.gated:
             raise ValueError(f"gate: {'missing' if self.gated else 'given to a store that is not gated'}")
         given = [(n, w) for n, w in zip(NAMES, (gate, up, down), strict=True) if w is not None]
-        tags = [checked_float(n, w, self.shape(n), dtype) for n, w in given]
-        for (name, w), tag in zip(given, tags, strict=True):
-            self._pack(e, name, w, tag)
+        for name, w in given:
+            checked_float(name, w, self.shape(name), dtype)
+        for name, w in given:
+            self.put_float(e, name, w, dtype)
+
+    def put_float(self, e: int, name: str, w: Array, dtype: str | None = None) -> None:
+        """The same for one matrix."""
+        self._pack(e, name, w, checked_float(name, w, self.shape(name), dtype))
 
     def put_exact(self, e: int, name: str, codes: Array, scales: Array | None = None, **more: Array) -> None:
         """Weights that arrive in this format's codes: repacked, never requantized. ValueError when they cannot be kept exactly.
@@ -96,41 +111,41 @@ class ExpertStore:
         values the format's scale dtype holds exactly. bf16: uint16 bits, f16: float16, f32: float32, no scales. Others: codes and fields as
         `codes` has them (zeros, minimums, supers, least, overall beside scales); four-bit codes also as pairs [rows, cols / 2].
         """
-        shape = self.shape(name)
-        if self.format.coded:
+        shape, format = self.shape(name), self.format_for(name)
+        if format.coded:
             self._put_codes(e, name, codes, more if scales is None else {"scales": scales, **more})
             return
-        want = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "int8_g32": np.int8, "int4_g32": np.uint8}[self.format.name]
+        want = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "int8_g32": np.int8, "int4_g32": np.uint8}[format.name]
         if codes.shape != shape or codes.dtype != want:
             raise ValueError(f"codes: {codes.dtype} {codes.shape}, expected {np.dtype(want)} {shape}")
-        if (scales is None) != (not self.format.scale) or more:
-            raise ValueError(f"scales: {'missing' if scales is None else 'or more given'} for format {self.format.name}")
+        if (scales is None) != (not format.scale) or more:
+            raise ValueError(f"scales: {'missing' if scales is None else 'or more given'} for format {format.name}")
         if scales is not None and scales.shape != (shape[0], -(-shape[1] // GROUP)):
             raise ValueError(f"scales: {scales.shape}, expected {(shape[0], -(-shape[1] // GROUP))}")
-        if self.format.name == "int4_g32" and codes.size and int(codes.max()) > 15:
+        if format.name == "int4_g32" and codes.size and int(codes.max()) > 15:
             raise ValueError("codes: above 15")
         if scales is None:
-            self._pack(e, name, codes, self.format.name)
+            self._pack(e, name, codes, format.name)
             return
-        bits, codes, section = np.ascontiguousarray(plain.scale_bits(self.format, scales)), np.ascontiguousarray(codes), self.section(e, name)
+        bits, codes, section = np.ascontiguousarray(plain.scale_bits(format, scales)), np.ascontiguousarray(codes), self.section(e, name)
         spare = aligned(pack.SPARE_NBYTES)
-        pack.repacker(self.format.name)(codes.ctypes.data, bits.ctypes.data, *shape, bits.shape[1], section.ctypes.data,
-                                        section.size // self.format.nbytes(ROWS, shape[1]), spare.ctypes.data)
+        pack.repacker(format.name)(codes.ctypes.data, bits.ctypes.data, *shape, bits.shape[1], section.ctypes.data,
+                                        section.size // format.nbytes(ROWS, shape[1]), spare.ctypes.data)
 
     def _put_codes(self, e: int, name: str, codes: Array, fields: Fields) -> None:
-        rows, cols = self.shape(name)
-        pairs = self.format.bits == 4 and cols % 2 == 0 and codes.shape == (rows, cols // 2)
+        (rows, cols), format = self.shape(name), self.format_for(name)
+        pairs = format.bits == 4 and cols % 2 == 0 and codes.shape == (rows, cols // 2)
         if codes.shape != (rows, cols) and not pairs:
             raise ValueError(f"codes: {codes.dtype} {codes.shape}, expected {(rows, cols)}")
-        check(self.format, codes[:0] if pairs else codes, fields)
-        pack.put_codes(self.format, codes, fields, cols, self.section(e, name))
+        check(format, codes[:0] if pairs else codes, fields)
+        pack.put_codes(format, codes, fields, cols, self.section(e, name))
 
     def _pack(self, e: int, name: str, w: Array, tag: str) -> None:
-        if not pack.into(self.format, w, tag, self.section(e, name)):
+        if not pack.into(self.format_for(name), w, tag, self.section(e, name)):
             raise ValueError(f"{name}: NaN or infinity in the weights of expert {e}")
 
     def dequantize(self, e: int, name: str) -> Array:
         """float64 [rows, cols] of one matrix: what the kernels multiply by."""
         rows, cols = self.shape(name)
         full = rows if name == "down" else padded(rows, COLS)
-        return plain.dequantize(self.format, self.section(e, name), full, cols)[:rows]
+        return plain.dequantize(self.format_for(name), self.section(e, name), full, cols)[:rows]

@@ -42,9 +42,10 @@ class Tiled:
         w[prefill.ROOM], w[prefill.CONFIGURATION], w[prefill.BLOCK_STARTS] = (a.ctypes.data for a in (self.room, self.configuration, self.starts))
         w[prefill.BLOCKS_AT_ONCE] = BLOCKS_AT_ONCE
         w[prefill.HIDDEN_CHUNK] = max(2, min(prefill.MOST_CHUNK, padded(store.hidden, 32) // 32 // (4 * team.threads)))
-        kernels = gemm.gemm(store.format.name, body, amx, not fast)
         units = prefill.units_of(not fast, store.gated, kind)
-        units = units | {prefill.MULTIPLY: kernels.multiply, prefill.FILL: kernels.fill, prefill.SCALES: kernels.scales}
+        for first, format in ((prefill.MULTIPLY, store.format), (prefill.DOWN_MULTIPLY, store.down)):
+            kernels = gemm.gemm(format.name, body, amx, not fast)
+            units = units | {first: kernels.multiply, first + 1: kernels.fill, first + 2: kernels.scales}
         for i, unit in units.items():
             w[i] = address(unit)
         self.prepared: Prepared = prepare(prefill.job_of(amx, not fast), self.words, (keep, self.room, units))

@@ -60,6 +60,6 @@ def forecast(name: str | None, options: Options, config_only: bool = False) -> t
         comes = arriving(source.config)
     else:
         checkpoint = open_weights(source, model, skeleton)
-        comes = [checkpoint.expert_kept(l) or checkpoint.expert_format(l) for l in model.moe_layers] or "bf16"
+        comes = [checkpoint.expert_arrives(l) for l in model.moe_layers] or "bf16"
         checkpoint.close()
     return plans.plan(model, machine, options, comes), machine

@@ -72,7 +72,7 @@ class LLM:
         if self.options.device != "cpu" and (trouble := machines.gpu_trouble()):
             raise UnusableHardware(trouble[0], f"{trouble[1]}; or --device cpu")
         self.machine = machines.this_machine(self.options.cache_dir, self.options.device)
-        arriving = [self.weights.expert_kept(l) or self.weights.expert_format(l) for l in self.model.moe_layers]
+        arriving = [self.weights.expert_arrives(l) for l in self.model.moe_layers]
         self.plan = plans.plan(self.model, self.machine, self.options, arriving or "bf16")
         if not self.plan.fits:
             raise DoesNotFit(f"{self.name} {self.plan.shortfall}", "; or ".join(self.plan.changes))
@@ -195,7 +195,10 @@ class LLM:
     def report(self) -> Report:
         filled, machine = self.bank.filled, self.machine
         assert filled is not None
-        kept = sorted({str(o) for o in filled.origins.values()})
+        layers: dict[str, list[int]] = {}
+        for l, origin in filled.origins.items():
+            layers.setdefault(str(origin), []).append(l)
+        kept = [origin + (f" (layers {spans(sorted(ls))})" if len(layers) > 1 else "") for origin, ls in sorted(layers.items())]
         team = self.team
         seats = f"{team.threads} thread{'s'[:team.threads - 1]} on core{'s'[:team.threads - 1]} {spans(sorted(team.cores))}: {team.reason}"
         facts = {"machine": f"{machine.name}, {machine.cores} cores, {self.isa}",

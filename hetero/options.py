@@ -113,8 +113,8 @@ def word(*known: str) -> Callable[[str], str]:
 
 
 def format_name(text: str) -> str:
-    """A weight format by name. Which there are is the kernels' table, checked where it is used."""
-    if not re.fullmatch(r"[a-z0-9_]{2,24}", text):
+    """A weight format by name, or two: of gate and up, and of down. Which there are is the kernels' table, checked where it is used."""
+    if not re.fullmatch(r"[a-z0-9_]{2,24}(\+[a-z0-9_]{2,24})?", text):
         raise ValueError("a weight format such as auto, bf16, int8_g32 or int4_g32")
     return text
 

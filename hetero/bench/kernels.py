@@ -27,7 +27,7 @@ def task(model: Model | None, formats: str, isas: str, tokens: str, seconds: flo
     hidden, inter, top_k, gated = shape_of(model) if model else (2048, 768, 8, True)
     wanted = tuple(FORMATS) if formats == "all" else tuple(formats.split(","))
     for name in wanted:
-        if name not in FORMATS:
+        if not set(name.split("+")) <= set(FORMATS):
             raise BadOption(f"--formats: {name!r} is no format of the kernels", f"known: {', '.join(FORMATS)}")
     here = cpu.isas()
     chosen = here if isas == "all" else tuple(isas.split(",")) if isas else (cpu.isa(),)

@@ -134,7 +134,7 @@ class Computed:
 
     def row(self) -> Row:
         store = self.layer.store
-        return Row("experts", "cpu", f"rows.{store.format.name}", store.format.name, store.experts * store.record_nbytes, self.isa,
+        return Row("experts", "cpu", f"rows.{store.form}", store.form, store.experts * store.record_nbytes, self.isa,
                    self.team.threads, tuple(self.team.cores), self.note)
 
 

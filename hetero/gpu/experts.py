@@ -11,11 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from cpu_kernels import FORMATS
+from cpu_kernels.formats import expert_nbytes, formats_of
 from hetero.arch.spec import Act
 from hetero.gpu.linear import KINDS, activated
-
-CODES = {f.name: f.code for f in FORMATS.values()}
 
 
 @triton.jit
@@ -242,7 +240,7 @@ def _count_tiles(starts, tiles, E, BE: tl.constexpr, BM: tl.constexpr):
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's experts as the kernels see them. Biases float32 on the device, [E, I] (gate may be None) and [E, H]."""
+    """One layer's experts as the kernels see them; `format` as `formats_of` reads it. Biases f32 on the device: [E, I] (gate may be None), [E, H]."""
 
     format: str
     experts: int
@@ -255,12 +253,18 @@ class Shape:
 
     @property
     def record_nbytes(self) -> int:
-        return FORMATS[self.format].expert_nbytes(self.hidden, self.inter, self.gated)
+        return expert_nbytes(self.format, self.hidden, self.inter, self.gated)
 
     @property
     def section_nbytes(self) -> int:
         """Bytes of gate, and of up: rows padded to 64."""
-        return FORMATS[self.format].nbytes(-(-self.inter // 64) * 64, self.hidden)
+        return formats_of(self.format)[0].nbytes(-(-self.inter // 64) * 64, self.hidden)
+
+    @property
+    def codes(self) -> tuple[int, int]:
+        """Of the format of gate and up, and of that of down."""
+        first, down = formats_of(self.format)
+        return first.code, down.code
 
 
 @dataclass(frozen=True)
@@ -328,15 +332,16 @@ class Product:
         gate_bias, up_bias, down_bias = s.biases or (None, x, x)
         table = g.starts if slots is None else slots
         tiles = min(n, 2 * n * count // (s.experts * g.block) + count)           # a program takes another tile when an expert is in great demand
-        common = {"BM": g.block, "FORMAT": CODES[s.format], "SLOTS": slots is not None, "BN": BN, "num_warps": warps, "num_stages": stages}
+        first_code, down_code = s.codes
+        common = {"BM": g.block, "SLOTS": slots is not None, "BN": BN, "num_warps": warps, "num_stages": stages}
         _up[(triton.cdiv(s.inter, BN), tiles)](
             x, g.pairs, g.weights, records, table, g.starts, g.tiles, x if gate_bias is None else gate_bias, up_bias, self.h, first, count,
             record, section * s.gated, s.hidden, s.inter, kt_h, s.act.alpha, s.act.limit or 0.0, s.act.up_shift, g.ids.shape[1],
-            GATED=s.gated, BIAS=s.biases is not None, KIND=KINDS[s.act.kind],
+            FORMAT=first_code, GATED=s.gated, BIAS=s.biases is not None, KIND=KINDS[s.act.kind],
             LIMIT=s.act.limit is not None, WEIGH=s.weight_on == "input", **common)
         _down[(triton.cdiv(s.hidden, BN), tiles)](
             self.h, records, table, g.starts, g.tiles, down_bias, self.y, first, count, record, section * (1 + s.gated), s.hidden,
-            s.inter, kt_i, BIAS=s.biases is not None, **common)
+            s.inter, kt_i, FORMAT=down_code, BIAS=s.biases is not None, **common)
 
     def out(self) -> torch.Tensor:
         """[T, H] in x's dtype: the weighted sum over each token's experts."""

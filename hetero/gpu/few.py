@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero.gpu.experts import CODES, Shape, halves
+from hetero.gpu.experts import Shape, halves
 from hetero.gpu.launch import early, follow
 from hetero.gpu.linear import KINDS, activated
 
@@ -100,12 +100,12 @@ def few(s: Shape, x: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, weigh
     h = torch.empty(T * k, s.inter, dtype=torch.float32, device=x.device)
     out = torch.empty(T, s.hidden, dtype=torch.float32, device=x.device)
     gate_bias, up_bias, down_bias = s.biases or (None, weights, weights)
-    common = {"BN": 16, "AHEAD": 4, "FORMAT": CODES[s.format], "BIAS": s.biases is not None, "num_warps": 4, **early(x)}
+    common = {"BN": 16, "AHEAD": 4, "BIAS": s.biases is not None, "num_warps": 4, **early(x)}
     _few_up[(triton.cdiv(s.inter, 16), T * k)](
         x, ids, slots, weights, records, weights if gate_bias is None else gate_bias, up_bias, h, s.record_nbytes, s.section_nbytes * s.gated,
-        s.hidden, s.inter, -(-s.hidden // 64), s.act.alpha, s.act.limit or 0.0, s.act.up_shift, k, GATED=s.gated, KIND=KINDS[s.act.kind],
-        LIMIT=s.act.limit is not None, WEIGH=s.weight_on == "input", **common)
+        s.hidden, s.inter, -(-s.hidden // 64), s.act.alpha, s.act.limit or 0.0, s.act.up_shift, k, FORMAT=s.codes[0], GATED=s.gated,
+        KIND=KINDS[s.act.kind], LIMIT=s.act.limit is not None, WEIGH=s.weight_on == "input", **common)
     _few_down[(triton.cdiv(s.hidden, 16), T)](
         h, ids, slots, weights, records, down_bias, out, s.record_nbytes, s.section_nbytes * (1 + s.gated), s.hidden, s.inter, -(-s.inter // 64), K=k,
-        WEIGH=s.weight_on == "output", **common)
+        FORMAT=s.codes[1], WEIGH=s.weight_on == "output", **common)
     return out

@@ -16,11 +16,13 @@ import numpy as np
 
 import cpu_kernels
 from cpu_kernels import FORMATS, ExpertStore, codes
+from cpu_kernels.formats import expert_nbytes
 from hetero.arch.spec import Model, MoE
-from hetero.errors import BadCheckpoint, BadOption
+from hetero.errors import BadCheckpoint
 from hetero.memory import packed
 from hetero.memory.arena import Arena, Huge
 from hetero.memory.packed import Progress
+from hetero.memory.plan import expert_format
 from hetero.weights.checkpoint import Checkpoint, ExpertWeights
 from hetero.weights.dummy import Dummy
 from hetero.weights.reading import Codes, Floats
@@ -38,8 +40,7 @@ class Weights(Protocol):
     model: Model
 
     def expert_format(self, layer: int) -> str: ...
-    def expert_kept(self, layer: int) -> str: ...
-    def expert_bits(self, layer: int) -> int: ...
+    def expert_arrives(self, layer: int) -> str: ...
     def expert(self, layer: int, expert: int) -> ExpertWeights: ...
     def expert_biases(self, layer: int) -> dict[str, np.ndarray] | None: ...
     def release_expert(self, layer: int, expert: int) -> None: ...
@@ -47,11 +48,12 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a layer's bytes came from and how faithful they are. `error`: relative RMS difference to what arrived, over one expert; 0 is exact."""
+    """Where a layer's bytes came from and how faithful they are. `error`: relative RMS difference to what arrived, over the first expert and the
+    first that was not kept; 0 is exact."""
 
     arrived: str
     format: str
-    kept: bool                           # True: codes repacked, never requantized; scales may have been rounded to the format's type
+    kept: bool                           # True: every expert's codes repacked, never requantized; scales may have been rounded to the format's type
     error: float
 
     def __str__(self) -> str:
@@ -71,21 +73,9 @@ class Filled:
     origins: dict[int, Origin]
 
 
-def choose_format(arrived: str, bits: int, asked: str) -> str:
-    """The packed format of a layer: what was asked for, else kept as it arrives when there is such a format, else int4_g32 for 16-bit and
-    4-bit arrivals, int8_g32 for those between, f32 never."""
-    if asked not in ("auto", *FORMATS):
-        raise BadOption(f"expert_format = {asked!r}", f"one of: auto, {', '.join(FORMATS)}")
-    if asked != "auto":
-        return asked
-    if arrived in FORMATS and FORMATS[arrived].bits < 16:
-        return arrived
-    return "int8_g32" if 4 < bits <= 8 else "int4_g32"
-
-
 def formats(weights: Weights, asked: str = "auto") -> dict[int, str]:
     """The packed format of each routed layer."""
-    return {l: choose_format(weights.expert_kept(l) or weights.expert_format(l), weights.expert_bits(l), asked) for l in weights.model.moe_layers}
+    return {l: expert_format(asked, weights.expert_arrives(l)) for l in weights.model.moe_layers}
 
 
 def moe(model: Model, layer: int) -> MoE:
@@ -104,7 +94,7 @@ class Bank:
         for l in model.moe_layers:
             part = moe(model, l)
             self.starts[l] = at
-            size = part.router.experts * FORMATS[chosen[l]].expert_nbytes(part.hidden or model.hidden, part.width, part.gated)
+            size = part.router.experts * expert_nbytes(chosen[l], part.hidden or model.hidden, part.width, part.gated)
             at += -(-size // packed.PAGE) * packed.PAGE
         self.arena = Arena(at)
         self.stores = {l: self._store(l) for l in model.moe_layers}
@@ -114,7 +104,7 @@ class Bank:
     def _store(self, l: int) -> ExpertStore:
         part, start = moe(self.model, l), self.starts[l]
         hidden = part.hidden or self.model.hidden
-        size = part.router.experts * FORMATS[self.formats[l]].expert_nbytes(hidden, part.width, part.gated)
+        size = part.router.experts * expert_nbytes(self.formats[l], hidden, part.width, part.gated)
         return ExpertStore(self.formats[l], part.router.experts, hidden, part.width, part.gated, self.arena.view(start, size))
 
 
@@ -143,7 +133,7 @@ def load(weights: Weights, asked: str = "auto", cache_dir: Path | None = None, t
 
 def fill(bank: Bank, weights: Weights, threads: int, progress: Progress) -> dict[int, Origin]:
     """Pack every expert straight from the file into its record, several at a time."""
-    origins: dict[int, Origin] = {}
+    found: dict[int, list[tuple[bool, float]]] = {l: [] for l in bank.stores}
     done = 0
 
     def one(job: tuple[int, int]) -> int:
@@ -152,9 +142,8 @@ def fill(bank: Bank, weights: Weights, threads: int, progress: Progress) -> dict
             kept = put(bank.stores[l], e, weights.expert(l, e))
         except ValueError as damage:
             raise BadCheckpoint(f"layer {l}: {damage}", "the weights are damaged: fetch the model again") from damage
-        if e == 0:
-            error = difference(bank.stores[l], e, weights.expert(l, e))
-            origins[l] = Origin(weights.expert_format(l), bank.formats[l], kept, error)
+        if e == 0 or (not kept and all(k for k, _ in found[l])):
+            found[l].append((kept, difference(bank.stores[l], e, weights.expert(l, e))))
         weights.release_expert(l, e)
         return bank.stores[l].record_nbytes
 
@@ -163,7 +152,7 @@ def fill(bank: Bank, weights: Weights, threads: int, progress: Progress) -> dict
         done += nbytes
         progress("packing experts", done, bank.arena.nbytes)
     progress("packing experts", bank.arena.nbytes, bank.arena.nbytes)
-    return origins
+    return {l: Origin(weights.expert_format(l), bank.formats[l], all(k for k, _ in seen), max(e for _, e in seen)) for l, seen in found.items()}
 
 
 def in_parallel(work, jobs: Iterator, threads: int) -> Iterator:            # type: ignore[no-untyped-def]
@@ -193,18 +182,17 @@ def packing_threads(bank: Bank, weights: Weights, threads: int) -> int:
 def put(store: ExpertStore, e: int, weights: ExpertWeights) -> bool:
     """One expert into its record. True when every matrix was kept exactly, or with only its scales rounded to the format's type.
     Raises ValueError for NaN or infinity."""
-    given = {name: w for name, w in (("gate", weights.gate), ("up", weights.up), ("down", weights.down)) if w is not None}
-    exact = {name: kept for name, w in given.items() if (kept := keep(store.format.name, w)) is not None}
-    if len(exact) < len(given):
-        floats = {name: w if isinstance(w, Floats) else Floats("f32", dequantize(w)) for name, w in given.items()}
-        tags = {w.tag for w in floats.values()}
-        if len(tags) > 1:
-            floats = {name: Floats("f32", to_f32(w.data, TAGS[w.tag])) for name, w in floats.items()}
-        gate = floats.get("gate")
-        store.put(e, None if gate is None else gate.data, floats["up"].data, floats["down"].data, tags.pop() if len(tags) == 1 else "f32")
-    for name, (given_codes, scales, more) in exact.items():
-        store.put_exact(e, name, given_codes, scales, **more)
-    return len(exact) == len(given)
+    kept = True
+    for name, w in (("gate", weights.gate), ("up", weights.up), ("down", weights.down)):
+        if w is None:
+            continue
+        exact = keep(store.format_for(name).name, w)
+        if exact is not None:
+            store.put_exact(e, name, exact[0], exact[1], **exact[2])
+            continue
+        kept = False
+        store.put_float(e, name, *((w.data, w.tag) if isinstance(w, Floats) else (dequantize(w), "f32")))
+    return kept
 
 
 def keep(format: str, w: Floats | Codes) -> tuple[np.ndarray, np.ndarray | None, Mapping[str, np.ndarray]] | None:
@@ -255,9 +243,9 @@ def fill_dummy(bank: Bank, weights: Dummy, threads: int, progress: Progress) -> 
     drawn: dict[tuple, list[np.ndarray]] = {}
     origins, done = {}, 0
     for l, store in bank.stores.items():
-        shape = (store.format.name, store.hidden, store.inter, store.gated)
+        shape = (store.form, store.hidden, store.inter, store.gated)
         if shape not in drawn:
-            small = ExpertStore(store.format, min(weights.kinds, store.experts), store.hidden, store.inter, store.gated)
+            small = ExpertStore(store.form, min(weights.kinds, store.experts), store.hidden, store.inter, store.gated)
             for e in range(small.experts):
                 put(small, e, weights.expert(l, e))
             drawn[shape] = [small.record(e) for e in range(small.experts)]
@@ -270,7 +258,7 @@ def fill_dummy(bank: Bank, weights: Dummy, threads: int, progress: Progress) -> 
         for n in in_parallel(copy, iter(range(store.experts)), threads):
             done += n
             progress("making random experts", done, bank.arena.nbytes)
-        origins[l] = Origin("dummy", store.format.name, False, 0.0)
+        origins[l] = Origin("dummy", store.form, False, 0.0)
     return origins
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from cpu_kernels.formats import FORMATS
+from cpu_kernels import formats
+from cpu_kernels.formats import FORMATS, formats_of
 from hetero.arch import tensors
 from hetero.arch.rope import short_context
 from hetero.arch.spec import GQA, MLA, Dense, Foreign, GatedDeltaNet, Model, MoE
@@ -124,11 +125,15 @@ def size(nbytes: float) -> str:
 
 
 def expert_format(wanted: str, arriving: str) -> str:
-    """The format that routed experts are kept in. `auto`: as they arrive when the kernels read that, int4_g32 from 16 bits, else int8_g32 from 8."""
+    """Of routed experts, or two (see `formats_of`). `auto`: as they arrive where kernels read that, else int8_g32 (5 to 8 bits), int4_g32."""
     if wanted != "auto":
-        if wanted not in FORMATS:
+        if not set(wanted.split("+")) <= set(FORMATS):
             raise BadOption(f"expert_format = {wanted!r} is no format of the kernels", f"known: {', '.join(FORMATS)}")
         return wanted
+    return "+".join(dict.fromkeys(_kept_as(part) for part in arriving.split("+")))
+
+
+def _kept_as(arriving: str) -> str:
     if arriving in FORMATS and FORMATS[arriving].bits < 16:
         return arriving
     bits = max((int(n) for n in re.findall(r"(?:int|fp|f|q)(\d+)", arriving)), default=16)
@@ -217,7 +222,7 @@ def _pieces(model: Model, device: str, dense: str, experts: Sequence[str]) -> li
 def expert_nbytes(model: Model, moe: MoE, form: str) -> int:
     """Bytes of one routed expert: its packed record, and biases in f32."""
     hidden = moe.hidden or model.hidden
-    return FORMATS[form].expert_nbytes(hidden, moe.width, moe.gated) + 4 * moe.bias * ((1 + moe.gated) * moe.width + hidden)
+    return formats.expert_nbytes(form, hidden, moe.width, moe.gated) + 4 * moe.bias * ((1 + moe.gated) * moe.width + hidden)
 
 
 def scratch_nbytes(model: Model, chunk: int, batch: int, width: int = 2) -> int:
@@ -257,7 +262,7 @@ def _lay_out(model: Model, machine: Machine, options: Options, arriving: str | S
     arena = sum(p.nbytes for p in pieces if p.kind == "experts")
     weights = sum(p.nbytes for p in pieces if p.kind != "experts")
     batch = options.max_batch
-    record = max((expert_nbytes(model, f, form) for f, form in zip(_moes(model), forms, strict=True)), default=0)
+    record = max(records := [expert_nbytes(model, f, form) for f, form in zip(_moes(model), forms, strict=True)], default=0)
     ring = RING_SLOTS * min(max(SLOT_BYTES, record), max((f.router.experts for f in _moes(model)), default=0) * record) * (not model.foreign)
     limit, own = (vram, weights + ring + machine.context_bytes) if on_gpu else (ram, weights + arena + PROCESS_BYTES)
     chunk = options.chunk or _chunk(model, batch, limit - own, on_gpu)
@@ -266,7 +271,7 @@ def _lay_out(model: Model, machine: Machine, options: Options, arriving: str | S
     ctx, pools = _kv(model, options, kv_dtype, chunk, limit - own - scratch - states)
     scratch += unpacked_nbytes(model, ctx, dense) if on_gpu else 0
     kv = sum(group.nbytes for group in pools)
-    slots, cache, note = _cache(model, options, record, limit - own - scratch - states - kv - HEADROOM_BYTES if on_gpu else 0, on_gpu)
+    slots, cache, note = _cache(model, options, sum(records), limit - own - scratch - states - kv - HEADROOM_BYTES if on_gpu else 0, on_gpu)
     item = {"attention, shared experts, head": weights, "KV cache": kv, "states": states, "scratch": scratch}
     on_card = item | {"prefill ring": ring, "expert cache": cache, "CUDA context": machine.context_bytes} if on_gpu else {}
     in_ram = {"experts": arena} | ({} if on_gpu else item) | {"KV of evicted pages": options.kv_ram or 0, "staging": (64 * MiB if on_gpu else 0),
@@ -315,8 +320,8 @@ def _kv(model: Model, options: Options, dtype: str, chunk: int, free: int) -> tu
     return ctx, pools(ctx)
 
 
-def _cache(model: Model, options: Options, record: int, spare: int, on_gpu: bool) -> tuple[int, int, str]:
-    """(slots per routed layer, bytes, why none). A pinned size is kept, else what is spare is taken; below the floor the cache is off."""
+def _cache(model: Model, options: Options, slot: int, spare: int, on_gpu: bool) -> tuple[int, int, str]:
+    """(slots per routed layer, bytes, why none). A pinned size is kept, else the spare taken. `slot`: bytes of one in every layer."""
     if not on_gpu or not model.moe_layers:
         return 0, 0, "no GPU"
     if options.expert_cache == 0:
@@ -326,13 +331,13 @@ def _cache(model: Model, options: Options, record: int, spare: int, on_gpu: bool
     if len({f.router.experts for f in moes}) > 1:
         return 0, 0, "layers have different numbers of experts"
     wanted = max(0, spare) if options.expert_cache is None else options.expert_cache
-    slots = min(most, wanted // (record * len(moes)))
+    slots = min(most, wanted // slot)
     floor = CACHE_FLOOR * max(f.router.top_k for f in moes)
     if slots < min(floor, most):
-        least = size(min(floor, most) * record * len(moes))
+        least = size(min(floor, most) * slot)
         asked = f"{size(wanted)} of spare GPU memory" if options.expert_cache is None else f"expert_cache = {written(options.expert_cache)}"
         return 0, 0, f"{asked} is below {CACHE_FLOOR} x top-k slots per layer ({least})"
-    return slots, slots * record * len(moes), ""
+    return slots, slots * slot, ""
 
 
 def _changes(found: Plan, model: Model, machine: Machine, options: Options, arriving: str | Sequence[str], dense_arrives: str) -> tuple[str, ...]:
@@ -341,7 +346,7 @@ def _changes(found: Plan, model: Model, machine: Machine, options: Options, arri
 
     def attempt(flag: str, **values: Any) -> None:
         tries.append((flag, options.with_values("tried", **values)))
-    if any(FORMATS[form].bits > 4 for form in found.expert_formats):
+    if any(f.bits > 4 for form in found.expert_formats for f in formats_of(form)):
         attempt("--expert-format int4_g32", expert_format="int4_g32")
     if found.dense_format in ("f32", "bf16"):
         attempt("--dense-format int8_g32", dense_format="int8_g32")

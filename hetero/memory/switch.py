@@ -20,7 +20,7 @@ def tune(layers: Iterable[ExpertLayer], team: Team, cache_dir: Path | None) -> s
     before = len(known)
     for layer in tiled:
         store = layer.store
-        shape = f"{store.format.name} {store.experts}x{store.hidden}x{store.inter}{'' if store.gated else ' ungated'} {layer.act.kind}"
+        shape = f"{store.form} {store.experts}x{store.hidden}x{store.inter}{'' if store.gated else ' ungated'} {layer.act.kind}"
         if shape not in known:
             known[shape] = layer.tune(team)
         layer.switch = known[shape]

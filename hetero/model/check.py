@@ -116,16 +116,16 @@ def check_experts(layers: Mapping[int, ExpertLayer], team: Team) -> Iterator[Che
         weights, out = np.full((2, 1), 0.5, np.float32), np.empty_like(x)
         layer.run(x, ids, weights, out, team)
         act = (layer.act.kind, layer.act.alpha, layer.act.limit, layer.act.up_shift)
-        twin = twins.moe(store.format, x, ids, weights, lambda e, store=store: matrices(store, e), act, layer.biases, layer.weight_on, rounded=True)
+        twin = twins.moe(store.form, x, ids, weights, lambda e, store=store: matrices(store, e), act, layer.biases, layer.weight_on, rounded=True)
         error = float(np.abs(out - twin).max() / np.abs(twin).max())
-        yield Check("experts", f"rows.{store.format.name}", store.format.name, error if error == error else float("inf"), 2e-3)
+        yield Check("experts", f"rows.{store.form}", store.form, error if error == error else float("inf"), 2e-3)
 
 
 def unlike(layers: Iterable[ExpertLayer]) -> Iterator[ExpertLayer]:
     """One layer of each format, shape and activation."""
     seen = set()
     for layer in layers:
-        key = (layer.store.format.name, layer.store.hidden, layer.store.inter, layer.act)
+        key = (layer.store.form, layer.store.hidden, layer.store.inter, layer.act)
         if key not in seen:
             seen.add(key)
             yield layer

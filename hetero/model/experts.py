@@ -45,5 +45,5 @@ class OnCpu:
 
     def row(self) -> Row:
         store = self.layer.store
-        return self.ops.tell("experts", self.layer.kernel(self.precision, self.deterministic), store.format.name,
+        return self.ops.tell("experts", self.layer.kernel(self.precision, self.deterministic), store.form,
                              store.experts * store.record_nbytes, self.layer.refused)

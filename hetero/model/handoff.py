@@ -247,5 +247,5 @@ class HandedOver:
     def row(self) -> Row:
         store, team = self.layer.store, self.handoff.team
         handed = f"handoff by {self.handoff.kind}, {self.handoff.seconds_per_layer * 1e6:.1f} us per layer"
-        return Row("experts", "cpu", self.layer.kernel(), store.format.name, store.experts * store.record_nbytes, self.isa, team.threads,
+        return Row("experts", "cpu", self.layer.kernel(), store.form, store.experts * store.record_nbytes, self.isa, team.threads,
                    team.cores, "; ".join(filter(None, (handed, self.layer.refused))))

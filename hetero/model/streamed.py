@@ -19,7 +19,7 @@ def shape_of(part: spec.MoE, layer: ExpertLayer, device: torch.device) -> expert
         gate, up, down = (None if b is None else torch.from_numpy(b).to(device) for b in layer.biases)
         assert up is not None and down is not None
         biases = (gate, up, down)
-    return experts.Shape(s.format.name, s.experts, s.hidden, s.inter, s.gated, part.act, part.weight_on, biases)
+    return experts.Shape(s.form, s.experts, s.hidden, s.inter, s.gated, part.act, part.weight_on, biases)
 
 
 def orders_of(layer: ExpertLayer) -> list[Group]:

@@ -106,16 +106,15 @@ class Checkpoint:
 
     def expert_format(self, layer: int) -> str:
         """What the experts of this layer arrive in ("bf16", "int8_g32", "gptq_int4_g128", "q4_k", …); "a+b" when its matrices differ."""
-        return "+".join(sorted({r.format for r in self.expert_readings(layer, 0)}))
+        return "+".join(dict.fromkeys(r.format for r in self.expert_readings(layer, 0)))
 
-    def expert_kept(self, layer: int) -> str:
-        """The kernel format that keeps the experts of this layer exactly; "" when none does, or not the same one all of its matrices."""
-        kept = {r.keeps for r in self.expert_readings(layer, 0)}
-        return kept.pop() if len(kept) == 1 else ""
-
-    def expert_bits(self, layer: int) -> int:
-        """Bits per weight of the widest of this layer's matrices, scales left out."""
-        return max(r.bits for r in self.expert_readings(layer, 0))
+    def expert_arrives(self, layer: int) -> str:
+        """What packed formats are chosen by: the kernel format that keeps gate and up exactly, else what they come in, else (when those two differ)
+        the bits of the wider; and after a "+" the same of down, where that is another."""
+        *first, down = self.expert_readings(layer, 0)
+        one, other = dict.fromkeys(r.keeps or r.format for r in first), down.keeps or down.format
+        name = next(iter(one)) if len(one) == 1 else f"int{max(r.bits for r in first)}"
+        return name if name == other else f"{name}+{other}"
 
     def expert_readings(self, layer: int, expert: int) -> list[Reading]:
         """Of gate (when gated), up and down, in this order."""

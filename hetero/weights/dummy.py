@@ -41,11 +41,8 @@ class Dummy:
     def expert_format(self, layer: int) -> str:
         return "bf16"
 
-    def expert_kept(self, layer: int) -> str:
-        return ""
-
-    def expert_bits(self, layer: int) -> int:
-        return 16
+    def expert_arrives(self, layer: int) -> str:
+        return "bf16"
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         """One of `kinds` drawings, the same for every layer of this shape."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cpu_kernels import FORMATS, ExpertLayer, ExpertStore, cpu, lanes
+from cpu_kernels.formats import expert_nbytes
 from cpu_kernels.team import Team
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +31,7 @@ for name in sys.argv[1:]:
     matrices = lambda e: tuple(store.dequantize(e, n) for n in ("gate", "up", "down"))
     with Team(threads=1) as team:
         ExpertLayer(store, Act("gelu_tanh")).run(x, ids, weights, out, team)
-    ref = plain.moe(store.format, x, ids, weights, matrices, ("gelu_tanh", 1.0, None, 0.0), rounded=True)
+    ref = plain.moe(store.form, x, ids, weights, matrices, ("gelu_tanh", 1.0, None, 0.0), rounded=True)
     error = np.linalg.norm(out - ref) / np.linalg.norm(ref)
     assert error < 1e-3, (name, error)
     print(name, error)
@@ -121,7 +122,7 @@ class Fence:
 @pytest.mark.parametrize("format", [f if i < 4 or f in ("mxfp4", "q6_k") else pytest.param(f, marks=pytest.mark.slow) for i, f in enumerate(FORMATS)])
 def test_nothing_outside_the_arrays_is_touched(format, isa, at_end):
     rng = np.random.default_rng(0)
-    size = 2 * FORMATS[format].expert_nbytes(72, 40)
+    size = 2 * expert_nbytes(format, 72, 40)
     weights_fence = Fence(size, at_end)
     store = ExpertStore(format, 2, 72, 40, buffer=weights_fence.data)
     fenced = [Fence(72 * 40 * 4, at_end) for _ in range(3)]

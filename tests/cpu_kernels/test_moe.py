@@ -7,7 +7,8 @@ from cpu_kernels.team import Team
 
 ISAS = [i for i in cpu.isas() if lanes.body_of(i) == i]
 QUICK = ("f32", "bf16", "int8_g32", "int4_g32", "mxfp4", "q6_k")          # the others compile as long and are run with --slow
-EVERY = [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FORMATS]
+MIXED = ("mxfp4+q6_k", "fp8+int4_g32", "int8_g32+bf16")                   # gate and up in one format, down in another
+EVERY = [f if f in (*QUICK, MIXED[0]) else pytest.param(f, marks=pytest.mark.slow) for f in (*FORMATS, *MIXED)]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def twin(store, x, ids, weights, act=None, biases=None, weight_on="output", roun
     a = act or Act()
     def matrices(e):
         return tuple(store.dequantize(e, n) if n != "gate" or store.gated else None for n in ("gate", "up", "down"))
-    return plain.moe(store.format, x, ids, weights, matrices, (a.kind, a.alpha, a.limit, a.up_shift), biases, weight_on, rounded)
+    return plain.moe(store.form, x, ids, weights, matrices, (a.kind, a.alpha, a.limit, a.up_shift), biases, weight_on, rounded)
 
 
 def close(out, ref, bound):
@@ -61,7 +62,7 @@ def test_equals_the_twin_given_the_same_rounded_activations(team, isa, format, h
         off = np.linalg.norm(out - ref, axis=1) / (np.linalg.norm(ref, axis=1) + 1e-30)
         # h is rounded to codes: where two arithmetics differ in the last bit a code may flip, which is one part in 127 of one value of one token
         flipped = off > 1e-6
-        assert flipped.sum() <= (FORMATS[format].partner != "f32") and (off <= 4e-3).all(), off
+        assert flipped.sum() <= (store.down.partner != "f32") and (off <= 4e-3).all(), off
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -293,7 +293,7 @@ def test_eight_bit_products_equal_those_with_the_dequantized_matrix(T, N, K):
 
 EXPERTS = [
     ("int4_g32", spec.Act(), True, False, "output"), ("int8_g32", spec.Act(), True, False, "output"), ("bf16", spec.Act(), True, False, "input"),
-    ("f32", spec.Act("silu", 1.702, 7.0, 1.0), True, True, "output"), ("int4_g32", spec.Act("relu2"), False, False, "output"),
+    ("f32", spec.Act("silu", 1.702, 7.0, 1.0), True, True, "output"), ("int4_g32", spec.Act("relu2"), False, False, "output"), ("mxfp4+q6_k", spec.Act(), True, False, "output"),
     *(pytest.param(f, spec.Act(), True, False, "output", marks=[] if f in ("mxfp4", "q6_k") else pytest.mark.slow) for f in FORMATS if FORMATS[f].code > 3),
 ]
 
@@ -317,7 +317,7 @@ def test_experts_multiply_the_packed_bytes_as_their_twin(format, act, gated, bia
 
     def matrices(e):
         return tuple(store.dequantize(e, n) if n != "gate" or gated else None for n in ("gate", "up", "down"))
-    want = torch.from_numpy(twins.moe(store.format, x.numpy(), ids.numpy(), weights.numpy(), matrices, (act.kind, act.alpha, act.limit, act.up_shift),
+    want = torch.from_numpy(twins.moe(store.form, x.numpy(), ids.numpy(), weights.numpy(), matrices, (act.kind, act.alpha, act.limit, act.up_shift),
                                       biases, weight_on, rounded=False)).float().to(DEVICE)
     shape = experts.Shape(format, E, H, I, gated, act, weight_on, None if biases is None else tuple(torch.from_numpy(b).to(DEVICE) for b in biases))
     records = torch.from_numpy(store.buffer).to(DEVICE)
@@ -362,7 +362,7 @@ def test_experts_in_slots_multiply_for_the_pairs_that_are_theirs(format, act, ga
     def matrices(e):
         return tuple(store.dequantize(e, n) if n != "gate" or gated else None for n in ("gate", "up", "down"))
     mine = torch.where(slots >= 0, ids, -1)
-    want = torch.from_numpy(twins.moe(store.format, x.numpy(), mine.numpy(), weights.numpy(), matrices, (act.kind, act.alpha, act.limit, act.up_shift),
+    want = torch.from_numpy(twins.moe(store.form, x.numpy(), mine.numpy(), weights.numpy(), matrices, (act.kind, act.alpha, act.limit, act.up_shift),
                                       biases, weight_on, rounded=False)).float().to(DEVICE)
     shape = experts.Shape(format, E, H, I, gated, act, weight_on, None if biases is None else tuple(torch.from_numpy(b).to(DEVICE) for b in biases))
     records = torch.from_numpy(np.concatenate([store.record(e) for e in (2, 3, 0)])).to(DEVICE)

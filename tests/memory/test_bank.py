@@ -49,19 +49,6 @@ def test_each_format_holds_every_expert_within_its_error(family, asked, bound, t
             assert np.array_equal(b.biases[l]["down"], c.expert_biases(l)["down"]) and b.biases[l]["gate"].shape == (store.experts, store.inter)
 
 
-@pytest.mark.parametrize(("arrived", "bits", "asked", "want"), [
-    ("bf16", 16, "auto", "int4_g32"), ("f16", 16, "auto", "int4_g32"), ("f32", 32, "auto", "int4_g32"), ("int8_g32", 8, "auto", "int8_g32"),
-    ("int8_g32", 8, "bf16", "bf16"), ("fp8_b128", 8, "auto", "int8_g32"), ("q6_k", 6, "auto", "q6_k"), ("q4_k+q6_k", 6, "auto", "int8_g32"),
-    ("gptq_int4_g128", 4, "auto", "int4_g32"), ("bf16", 16, "f32", "f32")])
-def test_the_format_is_what_was_asked_else_what_arrived(arrived, bits, asked, want):
-    assert bank.choose_format(arrived, bits, asked) == want
-
-
-def test_an_unknown_format_is_refused_by_name():
-    with pytest.raises(BadOption, match="int5"):
-        bank.choose_format("bf16", 16, "int5")
-
-
 def test_the_second_start_reads_the_same_bytes_from_the_packed_cache(tiny, tmp_path):
     c, seen = open_(tiny("qwen3_moe", "bfloat16")), []
     first = bank.load(c, cache_dir=tmp_path, threads=2, progress=lambda *a: seen.append(a))

@@ -70,7 +70,7 @@ def test_sixteen_bit_tensors_keep_their_type_and_bits(dtype, tiny):
     assert isinstance(w.down, Floats) and w.down.tag == {"bfloat16": "bf16", "float16": "f16"}[dtype]
     want = raw["model.layers.1.mlp.experts.3.down_proj.weight"]
     assert np.array_equal(w.down.data.view(np.uint16), want.view(torch.uint16).numpy())
-    assert checkpoint.expert_format(1) == w.down.tag and checkpoint.expert_bits(1) == 16
+    assert checkpoint.expert_format(1) == w.down.tag == checkpoint.expert_arrives(1)
 
 
 def test_the_embedded_model_arrives_as_its_own_codes_and_scales():
