@@ -206,7 +206,8 @@ class LLM:
                  "experts": f"from {filled.by} in {filled.seconds:.1f} s: {'; '.join(kept)}",
                  "expert memory": f"{filled.nbytes / 2**20:.0f} MiB, {filled.huge}",
                  **({"packed cache": f"not written: {filled.cache_note}"} if filled.cache_note else {}),
-                 "KV": f"{self.plan.kv_tokens} tokens in {self.plan.kv_dtype}",
+                 "KV": f"{self.plan.kv_tokens} tokens in {self.plan.kv_dtype}"
+                       + "".join(f", {g.tokens} in layers that see {g.window}" for g in self.plan.kv[1:]),
                  "planned": f"{self.plan.ram_bytes / 2**20:.0f} MiB, decode {self.plan.decode_tok_s:.0f} tok/s", "loaded in": f"{self.load_s:.1f} s",
                  **({"tile products": self.switch} if self.switch else {}),
                  **self.placed.facts,

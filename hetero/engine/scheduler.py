@@ -235,6 +235,8 @@ class Scheduler:
         """The first waiting sequence whose pages are there, in order; none may pass a sequence that has waited beyond patience."""
         prompts = [s for s in self.running if s.computed < s.length - 1]       # who decodes has its pages already
         promised = [sum(owed) for owed in zip(*map(self._owed, prompts), strict=True)] or [0] * len(self.pages.pools)
+        if self.running and any(pool.available <= owed + len(self.running) for pool, owed in zip(self.pages.pools, promised, strict=True)):
+            return None                                    # not even one page: no need to look for prefixes
         coming = {d for s in prompts for d in s.table.digests[s.table.committed:]}
         for sequence in self.waiting[:LOOK]:
             table = sequence.table

@@ -1,7 +1,7 @@
 """How many bytes of KV a model keeps per token and per sequence, and how many tokens each group of layers has room for; knows no tensor.
 
 Layers that see the same window share a pool of pages (see `pool`). A pool without a window holds every token; one with a window holds what running
-sequences see, what a chunk of a prompt writes before it is given back, and as much again for prompts to go on from.
+sequences see, what a chunk of a prompt writes before it is given back, and the last windows of prompts to go on from.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from hetero.arch.spec import GQA, MLA, Foreign, GatedDeltaNet, Model, window
 
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 PAGE = 16                                       # tokens
+APART = 2048                                    # tokens: where windows are kept, one to go on from for so many of the whole
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def pools(model: Model, dtype: str, ctx: int, batch: int, chunk: int, nbytes: in
 
     def sized(tokens: int) -> tuple[Group, ...]:
         """When all sequences together have `tokens` tokens."""
-        most = [tokens if g.window is None else min(tokens, chunk + 2 * batch * (g.window + 2 * PAGE)) for g in empty]
+        windows = batch + max(batch, tokens // APART)
+        most = [tokens if g.window is None else min(tokens, chunk + windows * (g.window + 2 * PAGE)) for g in empty]
         return tuple(Group(g.window, g.token_nbytes, _whole(max(n, kept(g, ctx, chunk)))) for g, n in zip(empty, most, strict=True))
     low, high = -(-max(kept(g, ctx, chunk) for g in empty) // PAGE), -(-batch * ctx // PAGE)
     while low < high:                                    # the most pages that fit

@@ -242,9 +242,11 @@ def scratch_nbytes(model: Model, chunk: int, batch: int, width: int = 2) -> int:
 
 
 def unpacked_nbytes(model: Model, ctx: int, dense: str) -> int:
-    """What a prompt on the GPU unpacks for torch's own kernels, one layer at a time, in 16 bits: its largest matrix, and the gathered KV twice."""
+    """What a prompt on the GPU unpacks for torch's own kernels, one layer at a time, in 16 bits: its largest matrix, and the gathered KV twice
+    (which they cannot use under a window or with sinks)."""
     matrix = max((prod(shape) for l, key, shape in tensors.dense(model) if l is not None and len(shape) == 2), default=0)
-    kv = max((kept.layer_nbytes(layer.attention, "bfloat16") for layer in model.layers), default=0)
+    kv = max((kept.layer_nbytes(a, "bfloat16") for layer in model.layers if not isinstance(a := layer.attention, GQA) or not (a.window or a.sinks)),
+             default=0)
     return (0 if dense in ("f32", "bf16") else 4 * matrix) + 2 * ctx * kv
 
 

@@ -61,8 +61,9 @@ def test_a_repeated_prompt_is_reused_but_for_its_last_page_and_the_last_token_is
     assert miss == "not_cached@tok 0" and outputs[0].cached_tokens == 12 and outputs[0].cache_miss is None
 
 
-def test_the_second_turn_of_a_chat_reuses_prompt_and_answer():
-    engine = fake.engine()
+@pytest.mark.parametrize("window", [None, 10, (None, 10)])
+def test_the_second_turn_of_a_chat_reuses_prompt_and_answer(window):
+    engine = fake.engine(window=window)
     engine.add(Request("1", prompt(21), GREEDY))
     answer = fake.tokens(fake.run(engine)[("1", 0)])
     engine.add(Request("2", (*prompt(21), *answer, 1, 2, 3, 4, 5, 6, 7), GREEDY))
@@ -73,6 +74,20 @@ def test_the_second_turn_of_a_chat_reuses_prompt_and_answer():
     engine.add(Request("3", tuple(changed), GREEDY))
     output = fake.run(engine)[("3", 0)][0]
     assert (output.cached_tokens, output.cache_miss) == (8, "prefix_mismatch@tok 9")
+
+
+@pytest.mark.parametrize("window", [None, (None, 10)])
+def test_who_gave_way_comes_back_from_system_memory_instead_of_being_computed_again(window):
+    requests = [Request(str(i), prompt(20, i), dataclasses.replace(WARM, max_tokens=40, seed=i)) for i in range(4)]
+    prefilled = {}
+    for host_pages in (0, 60):
+        engine = fake.engine(pages=24, host_pages=host_pages, context=70, window=window)
+        for request in requests:
+            engine.add(request)
+        got = {key: fake.tokens(outputs) for key, outputs in fake.run(engine).items()}
+        assert all(got[(r.id, 0)] == solo(r, window=window)[(r.id, 0)] for r in requests) and engine.stats().preempted > 0
+        prefilled[host_pages] = engine.stats().prefill_tokens
+    assert prefilled[60] < prefilled[0] and prefilled[60] <= 4 * 20 + 4 * engine.stats().preempted
 
 
 def test_evicted_prompts_come_back_from_the_host_tier_and_are_named_evicted_without_one():

@@ -57,18 +57,18 @@ def test_layers_with_a_window_keep_what_they_see_and_what_a_chunk_writes():
     found = make(model, dataclasses.replace(CARD, ram_bytes=128 * GiB), ctx="131072", max_batch="1", chunk="2048")
     whole, window = found.kv
     assert (whole.window, window.window) == (None, 128) and whole.token_nbytes == window.token_nbytes == 18 * 2 * 8 * 64 * 2
-    assert whole.tokens == 131072 and window.tokens == 2048 + 2 * (128 + 32)
-    assert found.vram["KV cache"] == (131072 + 2368) * 36864 < 0.51 * 131072 * 2 * 36864
+    assert whole.tokens == 131072 and window.tokens == 2048 + (1 + 131072 // 2048) * (128 + 32)
+    assert found.vram["KV cache"] == (131072 + 12448) * 36864 < 0.55 * 131072 * 2 * 36864
     assert found.kv_tokens == 131072 and sum(g.seen(32768) for g in found.kv) == (32768 + 128) * 36864
     text, data = table.text(found, CARD), table.record(found, CARD)["kv"]
-    assert "and of layers that see 128 tokens: 2368 tokens at 36.0 KiB each" in text
-    assert [(g["window"], g["tokens"]) for g in data] == [(None, 131072), (128, 2368)]
+    assert "and of layers that see 128 tokens: 12448 tokens at 36.0 KiB each" in text
+    assert [(g["window"], g["tokens"]) for g in data] == [(None, 131072), (128, 12448)]
 
 
 def test_pools_grow_with_what_is_free_and_always_hold_one_sequence():
     model = families.read(CHECKPOINTS["gpt-oss-120b"][0])
     sizes = [[g.tokens for g in kv.pools(model, "fp8", 4096, 8, 512, nbytes)] for nbytes in (0, GiB // 4, GiB, 64 * GiB)]
-    assert sizes[0] == [4096, 512 + 16 * 160] and sizes[-1] == [8 * 4096, 512 + 16 * 160] and [s[0] for s in sizes] == sorted(s[0] for s in sizes)
+    assert sizes[0] == [4096, 512 + 16 * 160] and sizes[-1] == [8 * 4096, 512 + 24 * 160] and [s[0] for s in sizes] == sorted(s[0] for s in sizes)
     assert sizes[2][0] > sizes[1][0] and sum(g.nbytes for g in kv.pools(model, "fp8", 4096, 8, 512, GiB)) <= GiB
     assert kv.host_pages(kv.pools(model, "fp8", 4096, 8, 512, 0), 0) == [0, 0]
     assert kv.host_pages([kv.Group(None, 8, 1600), kv.Group(64, 24, 160)], 8 * 1600 + 24 * 160) == [100, 10]
