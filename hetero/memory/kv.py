@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero.arch.spec import GQA, MLA, Foreign, GatedDeltaNet, Model, window
+from hetero.memory.pool import APART
 
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 PAGE = 16                                       # tokens
-APART = 2048                                    # tokens: where windows are kept, one to go on from for so many of the whole
 
 
 @dataclass(frozen=True)

@@ -246,16 +246,17 @@ class Pages:
             line = table.pages[g]
             first = min(pool.first(tokens), len(line))
             for j in range(table.retired[g], first):
-                pool.drop(line[j], passed=True)
+                pool.drop(line[j], passed=not pool.milestone(j))
                 line[j] = -1
             table.retired[g] = max(table.retired[g], first)
 
     def close(self, table: Table) -> None:
         """Gives back everything `table` holds, the deepest page first, so that it is also evicted first."""
         for pool, line in zip(self.pools, table.pages, strict=True):
-            for page in reversed(line):
-                if page >= 0:
-                    pool.drop(page, forget=table.salt != 0)
+            last = pool.first(table.committed * self.page_size)
+            for j in range(len(line) - 1, -1, -1):
+                if line[j] >= 0:
+                    pool.drop(line[j], table.salt != 0, j < last and not pool.milestone(j))
         table.pages, table.retired = [[] for _ in self.pools], [0] * len(self.pools)
         table.committed, table.moving = 0, None
 

@@ -3,11 +3,14 @@
 A group's layers see the same window, so they can give the same pages back. A page is a number in [0, count) on the device, or in [0, host_count) in
 the second tier. Every device page is free, held (by one or more tables) or cached (held by nobody, its content in the index). Cached pages are taken
 again oldest first: before all others those that a window has passed, which only a prompt that departs right there can use; they are not copied out.
+Every so many tokens a window is treated as if a sequence had ended there, so that a long text that loses its last pages is not lost as a whole.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+APART = 2048                             # tokens between the windows that are kept along a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,10 @@ class Pool:
     def first(self, tokens: int) -> int:
         """First page that the token at position `tokens` can see."""
         return 0 if self.window is None else max(0, tokens - self.window + 1) // self.page_size
+
+    def milestone(self, page: int) -> bool:
+        """Whether the page that is a text's `page`-th is in a window that is kept along it."""
+        return self.first(-(-(page + 1) * self.page_size // APART) * APART) <= page
 
     def new(self) -> int | None:
         """A page held once, with nothing in it."""

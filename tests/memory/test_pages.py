@@ -206,6 +206,20 @@ def test_what_a_window_has_passed_goes_before_where_a_sequence_ended_and_is_not_
     assert pages.extend(table, 36) and [(o.to_host, o.source in ended, o.group) for o in drain(pages)] == [(True, True, 1)]
 
 
+def test_a_long_text_that_loses_its_last_pages_goes_on_from_a_window_kept_along_it():
+    pages, tokens = Pages([Size(320), Size(56, 0, 128)], 16), np.arange(5000, dtype=np.int32)
+    table = pages.table()
+    for computed in range(0, 5000, 250):
+        pages.retire(table, computed)
+        assert pages.extend(table, computed + 250)
+        pages.commit(table, tokens, computed + 250)
+    pages.close(table)
+    assert hit(pages, tokens) == 4992
+    pages.close(filled(pages, range(9000, 9480)))          # takes 30 pages: the last 23 of the text go, and what its windows have passed
+    assert hit(pages, tokens) == 4096 and pages.pools[1].milestone(255) and not pages.pools[1].milestone(256)
+    assert [j for j in range(256) if pages.pools[1].milestone(j)] == [*range(120, 128), *range(248, 256)]
+
+
 @pytest.mark.parametrize("sizes", [(0, 4, 0), (1, 0, 0), (1, 1, -1)])
 def test_sizes_that_cannot_be_are_refused(sizes):
     count, page_size, host_count = sizes
