@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ROWS, COLS, GROUP = 16, 64, 32
+ORDERED = ",ordered"                                 # behind the name of a format: each expert has an order of its inputs
 
 
 def padded(n: int, to: int) -> int:
@@ -136,15 +137,24 @@ def format_of(name: "str | Format") -> Format:
 
 
 def formats_of(form: "str | Format") -> tuple[Format, Format]:
-    """(format of gate and up, format of down) of an expert: one name for both, or two joined by "+" ("q4_k+q6_k")."""
+    """(format of gate and up, format of down) of an expert: one name for both, or two joined by "+" ("q4_k+q6_k"), perhaps ORDERED."""
     if isinstance(form, Format):
         return form, form
-    first, _, down = form.partition("+")
+    first, _, down = form.removesuffix(ORDERED).partition("+")
     return format_of(first), format_of(down or first)
 
 
 def expert_nbytes(form: "str | Format", hidden: int, inter: int, gated: bool = True) -> int:
-    """Bytes of one expert's record gate | up | down (up | down when it is not gated). gate and up have their rows padded to 64,
-    because they are the columns of down."""
+    """Bytes of one expert's record gate | up | down (up | down when it is not gated), and where ORDERED the order of inputs, int32 [hidden]. gate
+    and up have their rows padded to 64, because they are the columns of down."""
+    return padded(order_at(form, hidden, inter, gated) + 4 * hidden * is_ordered(form), 64)
+
+
+def order_at(form: "str | Format", hidden: int, inter: int, gated: bool) -> int:
+    """Where a record's order of inputs begins."""
     first, down = formats_of(form)
-    return padded((1 + gated) * first.nbytes(padded(inter, COLS), hidden) + down.nbytes(hidden, inter), 64)
+    return (1 + gated) * first.nbytes(padded(inter, COLS), hidden) + down.nbytes(hidden, inter)
+
+
+def is_ordered(form: "str | Format") -> bool:
+    return isinstance(form, str) and form.endswith(ORDERED)

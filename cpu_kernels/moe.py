@@ -89,7 +89,9 @@ class ExpertLayer:
         self.body = lanes.body_of(named)
         refused = named == "amx" and not tiles.permitted()
         self.refused = "Linux refuses this process AMX tile registers: many tokens go by AVX-512" if refused else ""
-        self.amx = named == "amx" and "f32" not in (store.format.name, store.down.name) and not refused
+        if named == "amx" and store.order_at:
+            self.refused = "inputs in an order of their own: no tile products"
+        self.amx = named == "amx" and "f32" not in (store.format.name, store.down.name) and not self.refused
         self.switch = tiled.SWITCH                   # tokens of one expert from which tile products are used; `tune` measures it
         E, H, I = store.experts, store.hidden, padded(store.inter, COLS)
         given = biases or (None, None, None)
@@ -106,7 +108,7 @@ class ExpertLayer:
         self.static: dict[int, int] = {
             r.HIDDEN: H, r.INTER: I, r.EXPERTS: E, r.BASE: store.address, r.RECORD: store.record_nbytes, r.UP_AT: one,
             r.DOWN_AT: one * (1 + store.gated), r.TILE: store.format.tile_nbytes,
-            r.DOWN_TILE: store.down.tile_nbytes, r.KIND: KINDS.index(self.act.kind), r.GATED: int(store.gated),
+            r.DOWN_TILE: store.down.tile_nbytes, r.ORDER_AT: store.order_at, r.KIND: KINDS.index(self.act.kind), r.GATED: int(store.gated),
             r.PARAMS: self._params.ctypes.data, r.BIAS_GATE: self._biases[0].ctypes.data, r.BIAS_UP: self._biases[1].ctypes.data,
             r.BIAS_DOWN: self._biases[2].ctypes.data, r.BIAS_I: 4 * I * (biases is not None),
             r.BIAS_H: 4 * padded(H, ROWS) * (biases is not None), r.ON_INPUT: int(weight_on == "input"), r.COUNTS: self._counts.ctypes.data,
@@ -218,7 +220,7 @@ class _Line:
         store = layer.store
         step, down_step = (rows.block_nbytes(f, exact) for f in (store.format, store.down))
         self.scratch, self.version = scratch, -1
-        self.act_nbytes = padded(store.hidden, COLS) // COLS * step
+        self.act_nbytes, self.ordered = padded(store.hidden, COLS) // COLS * step, store.order_at > 0
         self.hid_nbytes = padded(store.inter, COLS) // COLS * down_step
         self.words = np.zeros(routed.WORDS, np.int64)
         self.view, self.several = memoryview(cast(Any, self.words)), False
@@ -242,7 +244,7 @@ class _Line:
         if T * k > 1 and not self.several:           # a token may name an expert twice
             self.widen(True)
         scratch = self.scratch
-        scratch.fit(T * self.act_nbytes, T * k * self.hid_nbytes, 8 * T * k)
+        scratch.fit(T * self.act_nbytes * (k if self.ordered else 1), T * k * self.hid_nbytes, 8 * T * k)
         if scratch.version != self.version:
             pairs = scratch.pairs.ctypes.data
             self.words[routed.ACTS], self.words[routed.HID] = scratch.acts.ctypes.data, scratch.hid.ctypes.data

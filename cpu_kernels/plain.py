@@ -227,8 +227,9 @@ def ffn(form: str | Format, x: Array, gate: Array | None, up: Array, down: Array
 
 
 def moe(form: str | Format, x: Array, ids: Array, weights: Array, matrices: Any, act: tuple[str, float, float | None, float],
-        biases: Any = None, weight_on: str = "output", rounded: bool = False) -> Array:
-    """The routed layer in float64: x [T, H]; ids, weights [T, k]; `matrices(e)` -> (gate | None, up, down) float64. ids of −1 are skipped."""
+        biases: Any = None, weight_on: str = "output", rounded: bool = False, orders: Array | None = None) -> Array:
+    """The routed layer in float64: x [T, H]; ids, weights [T, k]; `matrices(e)` -> (gate | None, up, down) float64. ids of −1 are skipped.
+    orders: of a store."""
     out = np.zeros(x.shape, np.float64)
     for t in range(x.shape[0]):
         for e, w in sorted(zip(ids[t].tolist(), weights[t].tolist(), strict=True), key=lambda p: p[0]):
@@ -236,6 +237,7 @@ def moe(form: str | Format, x: Array, ids: Array, weights: Array, matrices: Any,
                 continue
             b: Any = [None if m is None else m[e].astype(np.float64) for m in biases or (None, None, None)]
             gate, up, down = matrices(e)
-            y = ffn(form, x[t:t + 1], gate, up, down, act, b, w if weight_on == "input" else 1.0, rounded)[0]
+            mine = x[t:t + 1] if orders is None else x[t:t + 1, orders[e]]
+            y = ffn(form, mine, gate, up, down, act, b, w if weight_on == "input" else 1.0, rounded)[0]
             out[t] += y if weight_on == "input" else w * y
     return out

@@ -19,8 +19,8 @@ PULL_NBYTES = 192 << 10                              # of the own rows of down, 
 (INPUTS, IDS, WEIGHTS, OUT, COUNT, TOP_K, BF16, HIDDEN, INTER, EXPERTS, BASE, RECORD, UP_AT, DOWN_AT, TILE, KIND, GATED, PARAMS, BIAS_GATE, BIAS_UP,
  BIAS_DOWN, BIAS_I, BIAS_H, ON_INPUT, ACTS, HID, COUNTS, USED, STARTS, TOKENS, PAIR_WEIGHTS, SPARE, USED_COUNT,
  ONE, STEP, TAKE, APART1, APART2, APART4, TOGETHER, PAIRS, DOWN_TILE, DOWN_STEP, DOWN_TAKE, DOWN_APART1, DOWN_APART2, DOWN_APART4,
- DOWN_TOGETHER, DOWN_PAIRS) = range(49)             # a walk's word in the format of gate and up, and in that of down
-WORDS = 49
+ DOWN_TOGETHER, DOWN_PAIRS, ORDER_AT) = range(50)             # a walk's word in the format of gate and up, and in that of down
+WORDS = 50
 # a thread's own memory: streams and next streams, activations' addresses, sums of 4 streams × 16 tokens × 16 rows, 32 float32
 AIM, XS, SUMS = 0, 64, 64 + 8 * MOST_TOKENS
 VALUES = SUMS + 4 * 64 * MOST_TOKENS
@@ -148,10 +148,32 @@ def apart(a: int, walk: int, streams: int, spare: int, tiles: int) -> None:
 
 
 @kernel(inner=True)
+def gather32(x: int, bf16: int, order: int, at: int, H: int, into: int) -> None:
+    """32 float32 at `into`: of a row of H columns those that int32 order[at] .. name; zeros beyond its end."""
+    for i in range(32):
+        value = 0
+        if at + i < H:
+            c = peek32(order + 4 * (at + i))
+            value = ffn.peek16(x + 2 * c) << 16 if bf16 else peek32(x + 4 * c)
+        poke32(into + 4 * i, value)
+
+
+@kernel(inner=True)
 def take_rows(a: int, tid: int, threads: int, spare: int) -> None:
-    """Stage 0: this thread's share of the activation blocks of x."""
+    """Stage 0: this thread's share of the activation blocks of x: one row a token, or a pair where experts order their inputs."""
     H, x, bf16 = word(a, HIDDEN), word(a, INPUTS), word(a, BF16)
     per = (H + COLS - 1) // COLS
+    if word(a, ORDER_AT) != 0:
+        lo, hi = share(first_pair(a, word(a, USED_COUNT)) * per, tid, threads)
+        u = 0
+        for i in range(lo, hi):
+            while first_pair(a, u + 1) * per <= i:
+                u += 1
+            token = peek32(word(a, TOKENS) + 4 * (i // per))
+            for g in range(2):
+                gather32(x + token * H * (4 - 2 * bf16), bf16, expert(a, u) + word(a, ORDER_AT), i % per * COLS + 32 * g, H, spare + VALUES)
+                _take(word(a, TAKE), spare + VALUES, spare + VALUES + 64, word(a, ACTS) + i * word(a, STEP), g)
+        return
     lo, hi = share(word(a, COUNT) * per, tid, threads)
     for i in range(lo, hi):
         t = i // per
@@ -172,7 +194,8 @@ def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
     for c in range(start, end, MOST_TOKENS):
         m = min(end - c, MOST_TOKENS)
         for t in range(max(m, 4)):
-            poke(spare + XS + 8 * t, word(a, ACTS) + peek32(word(a, TOKENS) + 4 * (c + t % m)) * tiles * step)
+            row = c + t % m if word(a, ORDER_AT) != 0 else peek32(word(a, TOKENS) + 4 * (c + t % m))
+            poke(spare + XS + 8 * t, word(a, ACTS) + row * tiles * step)
         if m == 1:
             apart(a, APART1, streams, spare, tiles)
         elif m == 2 and word(a, PAIRS) != 0:
@@ -254,6 +277,8 @@ def job(control: int, tid: int, threads: int, a: int) -> int:
         code = group(a)
         if code != 0:
             return code
+    if word(a, ORDER_AT) != 0 and not barrier(control, tid, threads):
+        return 0                                     # rows are taken by expert, so pairs must be sorted first
     take_rows(a, tid, threads, spare)
     if not barrier(control, tid, threads):
         return 0

@@ -7,7 +7,7 @@ import numpy as np
 
 from . import pack, plain
 from .codes import Fields, check
-from .formats import COLS, GROUP, ROWS, Format, expert_nbytes, formats_of, padded
+from .formats import COLS, GROUP, ORDERED, ROWS, Format, expert_nbytes, formats_of, is_ordered, order_at, padded
 
 Array = np.ndarray[Any, Any]
 NAMES = ("gate", "up", "down")
@@ -44,6 +44,7 @@ class ExpertStore:
         self.format, self.down = formats_of(format)                  # of gate and up; of down
         self.experts, self.hidden, self.inter, self.gated = experts, hidden, inter, gated
         self.record_nbytes = expert_nbytes(format, hidden, inter, gated)
+        self.order_at = order_at(format, hidden, inter, gated) if is_ordered(format) else 0
         need = experts * self.record_nbytes
         if buffer is None:
             buffer = aligned(need)
@@ -54,11 +55,19 @@ class ExpertStore:
         if buffer.ctypes.data % 64:
             raise ValueError("buffer: its first byte is not 64 B aligned")
         self.buffer = buffer[:need]
+        if self.orders is not None:
+            self.orders[:] = np.arange(hidden, dtype=np.int32)
 
     @property
     def form(self) -> str:
-        """The name of the format, or both names."""
-        return self.format.name if self.format == self.down else f"{self.format.name}+{self.down.name}"
+        """The name of the format, or both names, and whether there are orders."""
+        return (self.format.name if self.format == self.down else f"{self.format.name}+{self.down.name}") + ORDERED * bool(self.order_at)
+
+    @property
+    def orders(self) -> Array | None:
+        """int32 [experts, hidden], 0, 1, … until written: column i of packed gate and up of e multiplies x[orders[e, i]]. None: has none."""
+        records = self.buffer.reshape(self.experts, -1)
+        return records[:, self.order_at:self.order_at + 4 * self.hidden].view(np.int32) if self.order_at else None
 
     def format_for(self, name: str) -> Format:
         """The format of "gate", "up" or "down"."""
@@ -145,7 +154,7 @@ class ExpertStore:
             raise ValueError(f"{name}: NaN or infinity in the weights of expert {e}")
 
     def dequantize(self, e: int, name: str) -> Array:
-        """float64 [rows, cols] of one matrix: what the kernels multiply by."""
+        """float64 [rows, cols] of one matrix: what the kernels multiply by, columns as they are packed."""
         rows, cols = self.shape(name)
         full = rows if name == "down" else padded(rows, COLS)
         return plain.dequantize(self.format_for(name), self.section(e, name), full, cols)[:rows]

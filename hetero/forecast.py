@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cpu_kernels.formats import ORDERED
 from hetero.arch import families
 from hetero.arch.spec import Model
 from hetero.llm import bridge_to, fetch, open_weights
@@ -26,7 +27,8 @@ def arriving(config: Mapping[str, Any]) -> str:
     if method == "gptq":
         bits, size = quant.get("bits", 4), quant.get("group_size", 128)
         groups = 1 if size == -1 else (1 << 14) // size
-        return (not quant.get("desc_act") and kept_in(bits, 1 << 14, groups, not quant.get("sym", False), "F16")) or f"int{bits}"
+        kept = kept_in(bits, 1 << 14, groups, not quant.get("sym", False), "F16")
+        return kept + ORDERED * bool(quant.get("desc_act") and groups > 1) if kept else f"int{bits}"
     if method == "compressed-tensors":
         for group in (quant.get("config_groups") or {}).values():
             weights = group.get("weights") or {}

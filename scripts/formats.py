@@ -63,9 +63,9 @@ def asymmetric(w: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gptq(w: Tensor, size: int = 128, act_order: bool = False) -> Parts:
-    """Symmetric, zero point 8. act_order: groups of inputs sorted by their size."""
+    """Symmetric, zero point 8. act_order: an order that all matrices with these inputs share, as their common inputs make it."""
     K = w.shape[1]
-    order = w.abs().amax(0).argsort(descending=True) if act_order else torch.arange(K)
+    order = torch.randperm(K, generator=torch.Generator().manual_seed(K)) if act_order else torch.arange(K)
     g_idx = torch.empty(K, dtype=torch.int32)
     g_idx[order] = torch.arange(K, dtype=torch.int32) // size
     scale = (groups(w[:, order], size).abs().amax(-1) / 7).half()

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cpu_kernels.formats import expert_nbytes, formats_of
+from cpu_kernels.formats import expert_nbytes, formats_of, is_ordered, order_at
 from hetero.arch.spec import Act
 from hetero.gpu.linear import KINDS, activated
 
@@ -145,7 +145,7 @@ def _place(starts, tiles, first, count, i, BM: tl.constexpr):
 @triton.jit
 def _up(x, tokens, pair_weights, records, slots, starts, tiles, gate_bias, up_bias, h, first, count, RECORD, UP, H, I, KT, alpha, limit, shift, top_k,
         BN: tl.constexpr, BM: tl.constexpr, FORMAT: tl.constexpr, SLOTS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
-        LIMIT: tl.constexpr, WEIGH: tl.constexpr):
+        LIMIT: tl.constexpr, WEIGH: tl.constexpr, ORDER: tl.constexpr):
     """h[row, i] = act(gate) * up for the rows of one expert: both products share the activations, which are gathered by token."""
     for i in range(tl.program_id(1) + tl.load(tiles + first), tl.load(tiles + first + count), tl.num_programs(1)):
         e, row, end = _place(starts, tiles, first, count, i, BM)
@@ -157,13 +157,16 @@ def _up(x, tokens, pair_weights, records, slots, starts, tiles, gate_bias, up_bi
         slot = tl.load(slots + e) if SLOTS else e - first
         base = records + slot.to(tl.int64) * RECORD + tl.zeros((BN,), tl.int64)
         k = tl.arange(0, 32)[:, None]
-        xp = x + (pair // top_k).to(tl.int64)[None, :] * H + k
+        xp = x + (pair // top_k).to(tl.int64)[None, :] * H
+        order = (records + slot.to(tl.int64) * RECORD + ORDER).to(tl.pointer_type(tl.int32))
         up = tl.zeros((BN, BM), tl.float32)
         gate = tl.zeros((BN, BM), tl.float32)
         for kt in range(KT):
             c = kt * 64 + k
-            x0 = tl.load(xp + kt * 64, mask=ok[None, :] & (c < H), other=0.0)
-            x1 = tl.load(xp + kt * 64 + 32, mask=ok[None, :] & (c + 32 < H), other=0.0)
+            c0 = tl.load(order + c, mask=c < H, other=0) if ORDER else c
+            c1 = tl.load(order + c + 32, mask=c + 32 < H, other=0) if ORDER else c + 32
+            x0 = tl.load(xp + c0, mask=ok[None, :] & (c < H), other=0.0)
+            x1 = tl.load(xp + c1, mask=ok[None, :] & (c + 32 < H), other=0.0)
             w0, w1 = halves(base + UP, n, KT, kt, live, x0.dtype, FORMAT)
             up = tl.dot(w1, x1, tl.dot(w0, x0, up, input_precision="ieee"), input_precision="ieee")
             if GATED:
@@ -266,6 +269,11 @@ class Shape:
         first, down = formats_of(self.format)
         return first.code, down.code
 
+    @property
+    def order_at(self) -> int:
+        """Where a record's order of inputs begins; 0: it has none."""
+        return order_at(self.format, self.hidden, self.inter, self.gated) if is_ordered(self.format) else 0
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -338,7 +346,7 @@ class Product:
             x, g.pairs, g.weights, records, table, g.starts, g.tiles, x if gate_bias is None else gate_bias, up_bias, self.h, first, count,
             record, section * s.gated, s.hidden, s.inter, kt_h, s.act.alpha, s.act.limit or 0.0, s.act.up_shift, g.ids.shape[1],
             FORMAT=first_code, GATED=s.gated, BIAS=s.biases is not None, KIND=KINDS[s.act.kind],
-            LIMIT=s.act.limit is not None, WEIGH=s.weight_on == "input", **common)
+            LIMIT=s.act.limit is not None, WEIGH=s.weight_on == "input", ORDER=s.order_at, **common)
         _down[(triton.cdiv(s.hidden, BN), tiles)](
             self.h, records, table, g.starts, g.tiles, down_bias, self.y, first, count, record, section * (1 + s.gated), s.hidden,
             s.inter, kt_i, FORMAT=down_code, BIAS=s.biases is not None, **common)

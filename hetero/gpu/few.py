@@ -15,7 +15,7 @@ from hetero.gpu.linear import KINDS, activated
 @triton.jit
 def _few_up(x, ids, slots, weights, records, gate_bias, up_bias, h, RECORD, UP, H, I, KT, alpha, limit, shift, top_k,
             BN: tl.constexpr, AHEAD: tl.constexpr, FORMAT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
-            LIMIT: tl.constexpr, WEIGH: tl.constexpr, EARLY: tl.constexpr):
+            LIMIT: tl.constexpr, WEIGH: tl.constexpr, ORDER: tl.constexpr, EARLY: tl.constexpr):
     """Program (block of rows, pair): h[pair, rows] = act(gate) * up."""
     pair = tl.program_id(1)
     follow(EARLY)
@@ -26,15 +26,18 @@ def _few_up(x, ids, slots, weights, records, gate_bias, up_bias, h, RECORD, UP, 
         live = n < I
         base = records + slot.to(tl.int64) * RECORD + tl.zeros((BN,), tl.int64)
         k = tl.arange(0, 32)
-        xp = x + (pair // top_k).to(tl.int64) * H + k
+        xp = x + (pair // top_k).to(tl.int64) * H
+        order = (records + slot.to(tl.int64) * RECORD + ORDER).to(tl.pointer_type(tl.int32))
         up = tl.zeros((BN, 32), tl.float32)
         gate = tl.zeros((BN, 32), tl.float32)
         for first in range(0, KT, AHEAD):
             for u in tl.static_range(0, AHEAD):              # several tiles are on their way at once
                 kt = first + u
                 c = kt * 64 + k
-                x0 = tl.load(xp + kt * 64, mask=c < H, other=0.0).to(tl.float32)[None, :]
-                x1 = tl.load(xp + kt * 64 + 32, mask=c + 32 < H, other=0.0).to(tl.float32)[None, :]
+                c0 = tl.load(order + c, mask=c < H, other=0) if ORDER else c
+                c1 = tl.load(order + c + 32, mask=c + 32 < H, other=0) if ORDER else c + 32
+                x0 = tl.load(xp + c0, mask=c < H, other=0.0).to(tl.float32)[None, :]
+                x1 = tl.load(xp + c1, mask=c + 32 < H, other=0.0).to(tl.float32)[None, :]
                 w0, w1 = halves(base + UP, n, KT, kt, live & (n * 0 + kt < KT), tl.float32, FORMAT)
                 up += w0 * x0 + w1 * x1
                 if GATED:
@@ -104,7 +107,7 @@ def few(s: Shape, x: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, weigh
     _few_up[(triton.cdiv(s.inter, 16), T * k)](
         x, ids, slots, weights, records, weights if gate_bias is None else gate_bias, up_bias, h, s.record_nbytes, s.section_nbytes * s.gated,
         s.hidden, s.inter, -(-s.hidden // 64), s.act.alpha, s.act.limit or 0.0, s.act.up_shift, k, FORMAT=s.codes[0], GATED=s.gated,
-        KIND=KINDS[s.act.kind], LIMIT=s.act.limit is not None, WEIGH=s.weight_on == "input", **common)
+        KIND=KINDS[s.act.kind], LIMIT=s.act.limit is not None, WEIGH=s.weight_on == "input", ORDER=s.order_at, **common)
     _few_down[(triton.cdiv(s.hidden, 16), T)](
         h, ids, slots, weights, records, down_bias, out, s.record_nbytes, s.section_nbytes * (1 + s.gated), s.hidden, s.inter, -(-s.inter // 64), K=k,
         FORMAT=s.codes[1], WEIGH=s.weight_on == "output", **common)

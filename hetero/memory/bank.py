@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -182,17 +182,41 @@ def packing_threads(bank: Bank, weights: Weights, threads: int) -> int:
 def put(store: ExpertStore, e: int, weights: ExpertWeights) -> bool:
     """One expert into its record. True when every matrix was kept exactly, or with only its scales rounded to the format's type.
     Raises ValueError for NaN or infinity."""
+    weights = arranged(weights)
+    orders, order = store.orders, order_of(weights.gate) if order_of(weights.up) is None else order_of(weights.up)
+    if orders is not None and order is not None:
+        orders[e] = order
     kept = True
     for name, w in (("gate", weights.gate), ("up", weights.up), ("down", weights.down)):
         if w is None:
             continue
-        exact = keep(store.format_for(name).name, w)
+        mine = None if orders is None or name == "down" else order
+        exact = keep(store.format_for(name).name, w) if mine is order_of(w) or np.array_equal(mine, order_of(w)) else None
         if exact is not None:
             store.put_exact(e, name, exact[0], exact[1], **exact[2])
             continue
         kept = False
-        store.put_float(e, name, *((w.data, w.tag) if isinstance(w, Floats) else (dequantize(w), "f32")))
+        floats = w if isinstance(w, Floats) else Floats("f32", dequantize(w))
+        store.put_float(e, name, floats.data if mine is None else floats.data[:, mine], floats.tag)
     return kept
+
+
+def order_of(w: Floats | Codes | None) -> np.ndarray | None:
+    return w.order if isinstance(w, Codes) else None
+
+
+def arranged(weights: ExpertWeights) -> ExpertWeights:
+    """The same expert with its hidden columns in the order in which down has them: rows of gate and up move, which no product notices."""
+    down, order = weights.down, order_of(weights.down)
+    if not isinstance(down, Codes) or order is None:
+        return weights
+
+    def rows(w: Floats | Codes) -> Floats | Codes:
+        if isinstance(w, Floats):
+            return Floats(w.tag, w.data[order])
+        return replace(w, codes=w.codes[order], scales=w.scales[order], more={k: v if v.ndim < 2 else v[order] for k, v in w.more.items()})
+
+    return ExpertWeights(None if weights.gate is None else rows(weights.gate), rows(weights.up), replace(down, order=None))
 
 
 def keep(format: str, w: Floats | Codes) -> tuple[np.ndarray, np.ndarray | None, Mapping[str, np.ndarray]] | None:
@@ -221,6 +245,8 @@ def dequantize(w: Floats | Codes) -> np.ndarray:
     """float32 [N, K]"""
     if isinstance(w, Floats):
         return to_f32(w.data, TAGS[w.tag])
+    if w.order is not None:
+        return dequantize(replace(w, order=None))[:, np.argsort(w.order)]
     if w.format not in SIGNED:
         q = np.stack([w.codes & 15, w.codes >> 4], -1).reshape(len(w.codes), -1) if w.pairs else w.codes
         return codes.values(FORMATS[w.format], q, {"scales": w.scales, **w.more}).astype(np.float32)
@@ -230,9 +256,10 @@ def dequantize(w: Floats | Codes) -> np.ndarray:
 def difference(store: ExpertStore, e: int, weights: ExpertWeights) -> float:
     """Relative RMS difference between what is stored of expert `e` and what arrived."""
     off = size = 0.0
+    weights, orders = arranged(weights), store.orders
     for name, w in (("gate", weights.gate), ("up", weights.up), ("down", weights.down)):
         if w is not None:
-            want = dequantize(w)
+            want = dequantize(w) if orders is None or name == "down" else dequantize(w)[:, orders[e]]
             off += float(np.square(store.dequantize(e, name) - want).sum())
             size += float(np.square(want, dtype=np.float64).sum())
     return (off / size) ** 0.5 if size else 0.0

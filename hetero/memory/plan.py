@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from cpu_kernels import formats
-from cpu_kernels.formats import FORMATS, formats_of
+from cpu_kernels.formats import FORMATS, ORDERED, formats_of
 from hetero.arch import tensors
 from hetero.arch.rope import short_context
 from hetero.arch.spec import GQA, MLA, Dense, Foreign, GatedDeltaNet, Model, MoE
@@ -130,7 +130,7 @@ def expert_format(wanted: str, arriving: str) -> str:
         if not set(wanted.split("+")) <= set(FORMATS):
             raise BadOption(f"expert_format = {wanted!r} is no format of the kernels", f"known: {', '.join(FORMATS)}")
         return wanted
-    return "+".join(dict.fromkeys(_kept_as(part) for part in arriving.split("+")))
+    return "+".join(dict.fromkeys(_kept_as(part) for part in arriving.removesuffix(ORDERED).split("+"))) + ORDERED * arriving.endswith(ORDERED)
 
 
 def _kept_as(arriving: str) -> str:

@@ -116,7 +116,8 @@ def check_experts(layers: Mapping[int, ExpertLayer], team: Team) -> Iterator[Che
         weights, out = np.full((2, 1), 0.5, np.float32), np.empty_like(x)
         layer.run(x, ids, weights, out, team)
         act = (layer.act.kind, layer.act.alpha, layer.act.limit, layer.act.up_shift)
-        twin = twins.moe(store.form, x, ids, weights, lambda e, store=store: matrices(store, e), act, layer.biases, layer.weight_on, rounded=True)
+        given = x, ids, weights, lambda e, store=store: matrices(store, e), act
+        twin = twins.moe(store.form, *given, layer.biases, layer.weight_on, True, store.orders)
         error = float(np.abs(out - twin).max() / np.abs(twin).max())
         yield Check("experts", f"rows.{store.form}", store.form, error if error == error else float("inf"), 2e-3)
 

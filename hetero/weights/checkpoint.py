@@ -3,12 +3,13 @@
 import mmap
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from cpu_kernels.formats import ORDERED
 from hetero.arch import tensors as spec_tensors
 from hetero.arch.spec import Model, MoE, Tensor
 from hetero.errors import BadCheckpoint, UnsupportedModel
@@ -110,16 +111,19 @@ class Checkpoint:
 
     def expert_arrives(self, layer: int) -> str:
         """What packed formats are chosen by: the kernel format that keeps gate and up exactly, else what they come in, else (when those two differ)
-        the bits of the wider; and after a "+" the same of down, where that is another."""
+        the bits of the wider; and after a "+" the same of down, where that is another; ORDERED when gate and up have an order of inputs."""
         *first, down = self.expert_readings(layer, 0)
         one, other = dict.fromkeys(r.keeps or r.format for r in first), down.keeps or down.format
         name = next(iter(one)) if len(one) == 1 else f"int{max(r.bits for r in first)}"
-        return name if name == other else f"{name}+{other}"
+        return (name if name == other else f"{name}+{other}") + ORDERED * any(r.ordered for r in first)
 
     def expert_readings(self, layer: int, expert: int) -> list[Reading]:
         """Of gate (when gated), up and down, in this order."""
         keys = [(f"expert.{part}", layer, expert) for part in ("gate", "up", "down")]
-        return [self.readings[k] for k in keys if k in self.readings]
+        found = [self.readings[k] for k in keys if k in self.readings]
+        if any(r.ordered for r in found) and ("expert.up.bias", layer, expert) in self.readings:        # biases lie in the order of the outputs
+            found = [replace(r, exact=None, keeps="", ordered=False) if r.ordered else r for r in found]
+        return found
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         """Views of the file where it holds floats, else exact codes, else float32. Call `release_expert` when they have been packed."""

@@ -5,6 +5,7 @@ the input; AWQ: qweight [K, N / n] along the output, nibbles in the order 0 2 4 
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,14 +31,18 @@ Integers = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]  
 
 
 def reading_of(name: str, bits: int, shape: tuple[int, ...], parts: Mapping[str, Piece], integers: Callable[[Parts], Integers],
-               keeps: str) -> Reading:
-    """The reading of integers: exact in the kernel format `keeps` where what is found fits into it."""
+               keeps: str, ordered: bool) -> Reading:
+    """The reading of integers: exact in the kernel format `keeps` where what is found fits into it, inputs sorted by their group."""
     def exact(p: Parts) -> Codes | Floats:
         codes, scales, zeros, groups = integers(p)
-        made = codes_for(keeps, codes, scales, zeros) if groups is None else None
-        return Floats("f32", scaled(codes, scales, zeros, groups)) if made is None else made
+        order = None if groups is None else np.argsort(groups, kind="stable")
+        equal = groups is None or len(set(np.bincount(groups, minlength=scales.shape[1]).tolist())) == 1
+        made = codes_for(keeps, codes if order is None else codes[:, order], scales, zeros) if equal else None
+        if made is None:
+            return Floats("f32", scaled(codes, scales, zeros, groups))
+        return made if order is None else replace(made, order=order.astype(np.int32))
 
-    return Reading(name, bits, shape, parts, lambda p: scaled(*integers(p)), exact if keeps else None, keeps)
+    return Reading(name, bits, shape, parts, lambda p: scaled(*integers(p)), exact if keeps else None, keeps, ordered and bool(keeps))
 
 
 def scaled(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, groups: np.ndarray | None) -> np.ndarray:
@@ -125,8 +130,8 @@ def compressed_int(place: Place, shape: tuple[int, ...], _: dict) -> Reading | N
         scales = to_f32(p["weight_scale"], parts["weight_scale"].stored.dtype).reshape(-1, G)
         return codes, np.ascontiguousarray(np.broadcast_to(scales, (N, G))), zeros, groups
 
-    keeps = "" if indexed else kept_in(bits, K, G, "weight_zero_point" in parts, parts["weight_scale"].stored.dtype)
-    return reading_of(group_name(bits, K, G), bits, shape, parts, integers, keeps)
+    keeps = kept_in(bits, K, G, "weight_zero_point" in parts, parts["weight_scale"].stored.dtype)
+    return reading_of(group_name(bits, K, G), bits, shape, parts, integers, keeps, indexed and G > 1)
 
 
 def gptq_or_awq(place: Place, shape: tuple[int, ...], quant: dict) -> Reading | None:
@@ -164,6 +169,6 @@ def gptq_or_awq(place: Place, shape: tuple[int, ...], quant: dict) -> Reading | 
         scales = np.ascontiguousarray(to_f32(p["scales"], parts["scales"].stored.dtype).T)
         return np.ascontiguousarray(codes.T), scales, np.ascontiguousarray(zeros.T), None if ordered else groups
 
-    in_order = awq or not quant.get("desc_act", "g_idx" in parts)
-    keeps = kept_in(bits, K, G, awq or not quant.get("sym", False), parts["scales"].stored.dtype) if in_order else ""
-    return reading_of(f"{'awq' if awq else 'gptq'}_{group_name(bits, K, G)}", bits, shape, parts, integers, keeps)
+    ordered = not awq and G > 1 and "g_idx" in parts and bool(quant.get("desc_act", True))
+    keeps = kept_in(bits, K, G, awq or not quant.get("sym", False), parts["scales"].stored.dtype)
+    return reading_of(f"{'awq' if awq else 'gptq'}_{group_name(bits, K, G)}", bits, shape, parts, integers, keeps, ordered)

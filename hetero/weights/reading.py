@@ -31,6 +31,7 @@ class Codes:
     scales: np.ndarray
     more: Mapping[str, np.ndarray] = field(default_factory=dict)
     pairs: bool = False                  # codes are nibbles [N, K / 2], the even column in the low half
+    order: np.ndarray | None = None      # int32 [K]: column k as it lies here is input order[k] of the matrix
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Reading:
     dequantize: Callable[[Parts], np.ndarray]
     exact: Callable[[Parts], Codes | Floats] | None = None
     keeps: str = ""                      # the kernel format that `exact` is for
+    ordered: bool = False                # its codes have an order of their own
 
     @property
     def nbytes(self) -> int:

@@ -66,6 +66,26 @@ def test_equals_the_twin_given_the_same_rounded_activations(team, isa, format, h
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_an_order_of_inputs_gives_the_bits_of_inputs_that_came_in_that_order(team, isa, gated):
+    ordered, plainly = (make(f"int4_g32+q6_k{mark}", hidden=200, inter=100, gated=gated) for mark in (",ordered", ""))
+    assert ordered.form == "int4_g32+q6_k,ordered" and np.array_equal(ordered.orders[3], np.arange(200)) and plainly.orders is None
+    ordered.orders[:] = np.stack([np.random.default_rng(e).permutation(200) for e in range(6)])
+    layer, other = ExpertLayer(ordered, isa=isa), ExpertLayer(plainly, isa=isa)
+    for tokens, k in ((1, 1), (1, 4), (2, 1), (37, 3)):
+        x, ids, weights = inputs(ordered, tokens, k)
+        out = run(layer, x, ids, weights, team)
+        off = np.linalg.norm(out - plain.moe(ordered.form, x, ids, weights, lambda e: tuple(
+            ordered.dequantize(e, n) if n != "gate" or gated else None for n in ("gate", "up", "down")), ("silu", 1.0, None, 0.0), None, "output", True, ordered.orders), axis=1)
+        assert (off <= 4e-3 * np.linalg.norm(out, axis=1)).all() and (off > 1e-6 * np.linalg.norm(out, axis=1)).sum() <= 1
+        bf16 = plain.f32_to_bf16(x)
+        for e in range(6):
+            mine = np.where(ids == e, ids, -1)
+            assert np.array_equal(run(layer, x, mine, weights, team), run(other, np.ascontiguousarray(x[:, ordered.orders[e]]), mine, weights, team))
+            assert np.array_equal(run(layer, bf16, mine, weights, team), run(other, np.ascontiguousarray(bf16[:, ordered.orders[e]]), mine, weights, team))
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", EVERY)
 def test_exact_precision_rounds_no_activation(team, isa, format):
     store = make(format, hidden=200, inter=100)

@@ -293,7 +293,7 @@ def test_eight_bit_products_equal_those_with_the_dequantized_matrix(T, N, K):
 
 EXPERTS = [
     ("int4_g32", spec.Act(), True, False, "output"), ("int8_g32", spec.Act(), True, False, "output"), ("bf16", spec.Act(), True, False, "input"),
-    ("f32", spec.Act("silu", 1.702, 7.0, 1.0), True, True, "output"), ("int4_g32", spec.Act("relu2"), False, False, "output"), ("mxfp4+q6_k", spec.Act(), True, False, "output"),
+    ("f32", spec.Act("silu", 1.702, 7.0, 1.0), True, True, "output"), ("int4_g32", spec.Act("relu2"), False, False, "output"), ("mxfp4+q6_k", spec.Act(), True, False, "output"), ("int4_g32,ordered", spec.Act(), True, False, "output"),
     *(pytest.param(f, spec.Act(), True, False, "output", marks=[] if f in ("mxfp4", "q6_k") else pytest.mark.slow) for f in FORMATS if FORMATS[f].code > 3),
 ]
 
@@ -308,6 +308,8 @@ def test_experts_multiply_the_packed_bytes_as_their_twin(format, act, gated, bia
         tag = {"dtype": "bf16"} if format == "bf16" else {}
         gate, up, down = (twins.f32_to_bf16(w) if tag else w for w in (gate, up, down))
         store.put(e, gate if gated else None, up, down, **tag)
+    if store.orders is not None:
+        store.orders[:] = np.stack([rng.permutation(H) for _ in range(E)])
     biases = tuple(rng.standard_normal((E, n), np.float32) for n in (I, I, H)) if biased else None
     x = torch.from_numpy(rng.standard_normal((T, H), np.float32))
     ids = torch.from_numpy(rng.integers(-1, E, (T, k)).astype(np.int32))
@@ -318,7 +320,7 @@ def test_experts_multiply_the_packed_bytes_as_their_twin(format, act, gated, bia
     def matrices(e):
         return tuple(store.dequantize(e, n) if n != "gate" or gated else None for n in ("gate", "up", "down"))
     want = torch.from_numpy(twins.moe(store.form, x.numpy(), ids.numpy(), weights.numpy(), matrices, (act.kind, act.alpha, act.limit, act.up_shift),
-                                      biases, weight_on, rounded=False)).float().to(DEVICE)
+                                      biases, weight_on, False, store.orders)).float().to(DEVICE)
     shape = experts.Shape(format, E, H, I, gated, act, weight_on, None if biases is None else tuple(torch.from_numpy(b).to(DEVICE) for b in biases))
     records = torch.from_numpy(store.buffer).to(DEVICE)
     for dtype, bound in ((torch.float32, 2e-5 if DEVICE == "cpu" else 1e-3), (HALF, 1e-2)):
@@ -352,6 +354,8 @@ def test_experts_in_slots_multiply_for_the_pairs_that_are_theirs(format, act, ga
         tag = {"dtype": "bf16"} if format == "bf16" else {}
         gate, up, down = (twins.f32_to_bf16(w) if tag else w for w in (gate, up, down))
         store.put(e, gate if gated else None, up, down, **tag)
+    if store.orders is not None:
+        store.orders[:] = np.stack([rng.permutation(H) for _ in range(E)])
     biases = tuple(rng.standard_normal((E, n), np.float32) for n in (I, I, H)) if biased else None
     x = torch.from_numpy(rng.standard_normal((T, H), np.float32))
     ids = torch.tensor([[0, 3], [-1, 2], [4, 1]], dtype=torch.int32)
@@ -363,7 +367,7 @@ def test_experts_in_slots_multiply_for_the_pairs_that_are_theirs(format, act, ga
         return tuple(store.dequantize(e, n) if n != "gate" or gated else None for n in ("gate", "up", "down"))
     mine = torch.where(slots >= 0, ids, -1)
     want = torch.from_numpy(twins.moe(store.form, x.numpy(), mine.numpy(), weights.numpy(), matrices, (act.kind, act.alpha, act.limit, act.up_shift),
-                                      biases, weight_on, rounded=False)).float().to(DEVICE)
+                                      biases, weight_on, False, store.orders)).float().to(DEVICE)
     shape = experts.Shape(format, E, H, I, gated, act, weight_on, None if biases is None else tuple(torch.from_numpy(b).to(DEVICE) for b in biases))
     records = torch.from_numpy(np.concatenate([store.record(e) for e in (2, 3, 0)])).to(DEVICE)
     got = few.few(shape, x.to(DEVICE), *(t.to(DEVICE) for t in (ids, slots, weights)), records)
