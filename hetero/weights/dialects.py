@@ -19,7 +19,15 @@ from hetero.weights.reading import Parts, Reading
 from hetero.weights.stored import FLOATS, to_f32
 
 Dialect = Callable[[Place, tuple[int, ...], dict[str, Any]], Reading | None]
-METHODS = ("awq", "compressed-tensors", "fp8", "fbgemm_fp8", "gptq", "modelopt", "mxfp4")
+METHODS = ("auto-round", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "gptq", "modelopt", "mxfp4")
+PACKINGS = {"auto_round:auto_gptq": ("gptq", "gptq"), "auto_round": ("gptq", "gptq_v2"), "auto_round:gptqmodel": ("gptq", "gptq_v2"),
+            "auto_round:auto_awq": ("awq", "gemm")}        # of auto-round: which layout under which name
+WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {        # method: keys that name a layout, the first that is there; what they may say
+    "gptq": (("checkpoint_format", "format"), ("gptq", "gptq_v2")), "awq": (("version", "checkpoint_format", "format"), ("gemm",)),
+    "compressed-tensors": (("format",), ("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
+                                         "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision")),
+    "modelopt": (("quant_algo",), ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MXFP8", "MXFP4", "W4A8_MXFP4_FP8",
+                                   "MIXED_PRECISION"))}
 SUPPORTED = f"supported: {', '.join(METHODS)}, and GGUF files"
 
 
@@ -49,12 +57,29 @@ def quantization(config: Mapping[str, Any], beside: Mapping[str, Any] | None = N
         guess = difflib.get_close_matches(str(method), METHODS, 1)
         near = f"; did you mean {guess[0]!r}?" if guess else ""
         raise UnsupportedModel(f"config.json: quantization_config.quant_method = {method!r}", SUPPORTED + near)
+    if method == "auto-round":
+        packing = quant.get("packing_format", "auto_round:auto_gptq")
+        if packing not in PACKINGS:
+            raise UnsupportedModel(f"config.json: quantization_config.packing_format = {packing!r}", f"supported: {', '.join(PACKINGS)}")
+        method, layout = PACKINGS[packing]
+        quant = quant | {"quant_method": method, "version" if method == "awq" else "checkpoint_format": layout}
+    check_words(quant, method)
     if method in ("gptq", "awq") and quant.get("bits", quant.get("w_bit", 4)) not in ((2, 4, 8) if method == "gptq" else (4,)):
         raise UnsupportedModel(f"config.json: quantization_config.bits = {quant.get('bits', quant.get('w_bit'))!r} of {method}",
                                f"supported: {'2, 4, 8' if method == 'gptq' else '4'}")
     if method == "compressed-tensors":
         check_groups(quant)
     return quant
+
+
+def check_words(quant: Mapping[str, Any], method: str) -> None:
+    """Layouts whose tensors can look like another's are told apart by a word of the config alone."""
+    keys, known = WORDS.get(method, ((), ()))
+    key = next((k for k in keys if quant.get(k) is not None), "")
+    if key and str(quant[key]).lower() not in [word.lower() for word in known]:
+        raise UnsupportedModel(f"config.json: quantization_config.{key} = {quant[key]!r} of {method}", f"supported: {', '.join(known)}")
+    if method == "awq" and quant.get("backend") == "llm-awq":
+        raise UnsupportedModel("config.json: quantization_config.backend = 'llm-awq' of awq", "supported: autoawq")
 
 
 def check_groups(quant: dict[str, Any]) -> None:
@@ -69,6 +94,7 @@ def check_groups(quant: dict[str, Any]) -> None:
         w = group.get("weights") if isinstance(group, dict) else None
         if w is None:
             continue                     # a group of activations or caches alone leaves the weights as they are
+        check_words(group, "compressed-tensors")
         kind, bits = w.get("type", "int"), w.get("num_bits", 8)
         if (kind, bits) not in (("int", 2), ("int", 4), ("int", 8), ("float", 4), ("float", 8)):
             raise UnsupportedModel(f"config.json: quantization_config.config_groups.{name}.weights: {kind} of {bits} bits",

@@ -121,7 +121,8 @@ def read_tensor(path: Path, c: Cursor, i: int) -> Stored:
     number, start = c.u32(), c.u64()
     if number not in BY_NUMBER:
         kind = f"{number} ({REFUSED[number]})" if number in REFUSED else str(number)
-        raise UnsupportedModel(f"{path}: {c.what} is of block type {kind}", f"supported: {', '.join(sorted(BY_NUMBER.values()))}")
+        raise UnsupportedModel(f"{path}: {c.what} is of block type {kind}",
+                               f"take another file of this model, such as Q4_K_M; supported: {', '.join(sorted(BY_NUMBER.values()))}")
     kind, elements = BY_NUMBER[number], 1
     for side in shape:
         elements *= side

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hetero.errors import BadCheckpoint, UnsupportedModel
+from hetero.errors import BadCheckpoint
 from hetero.weights.layout import Piece, Place
 from hetero.weights.reading import Codes, Floats, Parts, Reading
 from hetero.weights.stored import to_f32
@@ -112,8 +112,11 @@ def compressed_int(place: Place, shape: tuple[int, ...], _: dict) -> Reading | N
             raise BadCheckpoint(f"{place.stem}.weight_packed: shape {list(parts['weight_packed'].shape)} fits 2, 4 or 8 bits of {[N, K]} not")
     elif parts["weight"].shape != shape:
         raise BadCheckpoint(f"{place.stem}.weight: shape {list(parts['weight'].shape)}, the config says {[N, K]}")
+    scale = parts["weight_scale"].shape
+    if scale not in ((1,), (), (1, 1)) and scale[:1] != (N,):
+        raise BadCheckpoint(f"{place.stem}.weight_scale: shape {list(scale)} fits neither a tensor, {N} channels nor groups of a row")
     indexed = "weight_g_idx" in parts
-    G = group_count(place, parts["weight_scale"].shape, K, indexed)
+    G = group_count(place, scale, K, indexed)
     zero_packed = "weight_zero_point" in parts and parts["weight_zero_point"].stored.dtype == "I32"
 
     def integers(p: Parts) -> Integers:
@@ -147,15 +150,13 @@ def gptq_or_awq(place: Place, shape: tuple[int, ...], quant: dict) -> Reading | 
     awq = not bits and got == (K, N // 8)
     if awq:
         bits = 4
-        if quant.get("version", "gemm") != "gemm":
-            raise UnsupportedModel(f"quantization_config.version = {quant['version']!r} of AWQ", "supported: 'gemm'")
     if not bits:
         raise BadCheckpoint(f"{place.stem}.qweight: shape {list(got)} fits neither GPTQ (2, 4, 8 bits) nor AWQ (4 bits) for {[N, K]}")
     G = parts["scales"].shape[0]
     if parts["scales"].shape != (G, N) or parts["qzeros"].shape != (G, N * bits // 32) or ("g_idx" in parts and parts["g_idx"].shape != (K,)):
         raise BadCheckpoint(f"{place.stem}: scales {list(parts['scales'].shape)} and qzeros {list(parts['qzeros'].shape)} do not fit {[N, K]}")
     group_count(place, (N, G), K, "g_idx" in parts)
-    add = 0 if awq or quant.get("checkpoint_format") == "gptq_v2" else 1
+    add = 0 if awq or "gptq_v2" in (quant.get("checkpoint_format"), quant.get("format")) else 1
     order = AWQ_ORDER if awq else None
 
     def integers(p: Parts) -> Integers:

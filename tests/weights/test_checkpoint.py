@@ -225,6 +225,15 @@ def test_text_weights_of_a_multimodal_checkpoint_are_found_under_their_root(tiny
     ({"quant_method": "foo"}, ["quant_method", "'foo'"]), ({"quant_method": "gptg"}, ["'gptg'"]), ({"quant_method": "gptq", "bits": 3}, ["bits", "3"]),
     ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 6, "type": "float"}}}}, ["config_groups.g", "float of 6 bits"]),
     ("fp8", ["quantization_config"]), ({"bits": 4}, ["quant_method", "None"]),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, ["checkpoint_format", "'marlin'"]),
+    ({"quant_method": "gptq", "bits": 4, "format": "gptq_p"}, ["format", "'gptq_p'"]),                  # the same shapes as gptq
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ["version", "'gemv'"]), ({"quant_method": "awq", "backend": "llm-awq"}, ["backend", "'llm-awq'"]),
+    ({"quant_method": "awq", "w_bit": 3}, ["bits", "3"]),
+    ({"quant_method": "compressed-tensors", "format": "marlin-24"}, ["format", "'marlin-24'"]),
+    ({"quant_method": "compressed-tensors", "config_groups": {"g": {"format": "sparse-24-bitmask", "weights": {"num_bits": 8}}}}, ["format", "'sparse-24-bitmask'"]),
+    ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, ["quant_algo", "'W4A16_AWQ'"]), ({"quant_algo": "INT8_SQ"}, ["quant_algo", "'INT8_SQ'"]),
+    ({"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"}, ["packing_format", "llm_compressor"]),
+    *(({"quant_method": m}, ["quant_method", repr(m)]) for m in ("bitsandbytes", "hqq", "exl2", "exl3", "quark", "torchao", "aqlm", "bitnet")),
 ])
 def test_a_quantization_that_is_not_known_is_refused_by_key_and_value(quant, words):
     with pytest.raises(UnsupportedModel) as e:
@@ -232,6 +241,32 @@ def test_a_quantization_that_is_not_known_is_refused_by_key_and_value(quant, wor
     assert all(w in e.value.message for w in words) and "supported: " in e.value.hint
     if quant == {"quant_method": "gptg"}:
         assert "did you mean 'gptq'" in e.value.hint
+
+
+@pytest.mark.parametrize("quant", [
+    {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128],
+     "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]},
+    {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMM", "zero_point": True, "modules_to_not_convert": None, "backend": "autoawq"},
+    {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "checkpoint_format": "gptq", "lm_head": False, "true_sequential": True,
+     "dynamic": {"-:.*mlp.gate$": {}, "+:.*down_proj": {"bits": 8}}, "meta": {"quantizer": ["gptqmodel:2.1.0"]}},
+    {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "kv_cache_scheme": None, "global_compression_ratio": None,
+     "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"], "sparsity_config": {}, "transform_config": {},
+     "config_groups": {"group_0": {"format": None, "input_activations": None, "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32,
+                                                                                                             "strategy": "group", "symmetric": True, "actorder": None}}}},
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": {"num_bits": 8, "type": "float"}, "ignore": ["lm_head", "model.layers.61*"],
+     "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}}, "producer": {"name": "modelopt"}},
+    {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": {"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}}},
+    {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}])
+def test_blocks_as_they_are_published_are_taken(quant):
+    assert dialects.quantization({"quantization_config": quant}) == quant
+    assert dialects.quantization({"text_config": {"quantization_config": quant}}) == quant == dialects.quantization({}, {"quantization": quant})
+
+
+@pytest.mark.parametrize(("packing", "method", "layout"), [
+    ("auto_round:auto_gptq", "gptq", "gptq"), ("auto_round", "gptq", "gptq_v2"), ("auto_round:gptqmodel", "gptq", "gptq_v2"), ("auto_round:auto_awq", "awq", "gemm")])
+def test_auto_round_packs_as_somebody_else_does(packing, method, layout):
+    found = dialects.quantization({"quantization_config": {"quant_method": "auto-round", "bits": 4, "sym": True, "packing_format": packing}})
+    assert found["quant_method"] == method and found["version" if method == "awq" else "checkpoint_format"] == layout
 
 
 def test_folders_that_hold_no_model_say_what_is_missing(tmp_path):

@@ -137,7 +137,7 @@ def test_nvfp4_codes_unpack_as_the_library_unpacks_them():
 
 @pytest.mark.parametrize("modelopt", [False, True])
 def test_nvfp4_in_both_spellings(modelopt, tmp_path):
-    quant = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]} if modelopt else {"quant_method": "compressed-tensors", "format": "nvfp4"}
+    quant = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]} if modelopt else {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
     check(tmp_path, publish(tmp_path, lambda w: nvfp4(w, modelopt), quant), "nvfp4", True, 1e-6)
 
 
@@ -286,6 +286,7 @@ def test_mixed_groups_are_read_each_as_it_is_stored(tmp_path):
     (lambda raw: raw.pop(f"{OUT}.weight_scale_inv"), ["without weight_scale", OUT]),
     (lambda raw: raw.update({f"{OUT}.weight_scale_inv": torch.ones(3, 5)}), ["fits neither", OUT]),
     (lambda raw: raw.update({f"{OUT}.weight": raw[f"{OUT}.weight"].mT.contiguous()}), ["the config says", OUT]),
+    (lambda raw: raw.update({f"{OUT}.weight": raw[f"{OUT}.weight"].view(torch.int8), f"{OUT}.weight_scale": torch.ones(2, 1)}), ["weight_scale", "fits neither", OUT]),
     (lambda raw: raw.update({f"{OUT}.weight": torch.zeros(256, 128, dtype=torch.int16)}), ["no known way", OUT])])
 def test_parts_that_do_not_fit_are_named(change, words, tmp_path):
     from safetensors.torch import load_file
