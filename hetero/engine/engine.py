@@ -118,7 +118,8 @@ class Engine:
         for index in range(sampling.n):
             tokens = np.zeros(room, np.int32)
             tokens[:len(request.prompt)] = request.prompt
-            sequences.append(Sequence(request, index, seed, self.arrivals, now, tokens, len(request.prompt), self.pages.table(salt),
+            table = self.pages.table(salt, len(request.prompt))
+            sequences.append(Sequence(request, index, seed, self.arrivals, now, tokens, len(request.prompt), table,
                                       request.mask.fork() if request.mask is not None and index else request.mask,
                                       request.watcher.fork() if request.watcher is not None and index else request.watcher))
         self.live[request.id] = Live(request, sequences)

@@ -63,7 +63,7 @@ def _whole(tokens: int) -> int:
 
 def kept(group: Group, ctx: int, chunk: int) -> int:
     """Most tokens that one sequence keeps in a group while its prompt is read in chunks; its pages reach over both ends of a window."""
-    return ctx if group.window is None else min(ctx, group.window + chunk + 2 * PAGE)
+    return ctx if group.window is None else min(ctx, group.window + chunk + 3 * PAGE)
 
 
 def pools(model: Model, dtype: str, ctx: int, batch: int, chunk: int, nbytes: int) -> tuple[Group, ...]:

@@ -33,6 +33,7 @@ class Table:
     pages: list[list[int]]               # all of one length
     retired: list[int]                   # leading pages given back, per group
     salt: int = 0
+    prompt: int = 0                      # tokens of its prompt in full pages, the last token not among them: others may go on from there
     digests: list[bytes] = field(default_factory=list)
     committed: int = 0                   # full pages already offered to the index
     moving: Entry | None = None          # holder of the mark that moves along
@@ -73,9 +74,9 @@ class Pages:
     def held(self) -> int:
         return sum(pool.count - pool.available for pool in self.pools)
 
-    def table(self, salt: int = 0) -> Table:
-        """That of a new sequence."""
-        return Table([[] for _ in self.pools], [0] * len(self.pools), salt)
+    def table(self, salt: int = 0, prompt: int = 0) -> Table:
+        """That of a new sequence with so many prompt tokens."""
+        return Table([[] for _ in self.pools], [0] * len(self.pools), salt, max(0, prompt - 1) // self.page_size * self.page_size)
 
     def need(self, tokens: int, chunk: int) -> list[int]:
         """Most pages of each group that a sequence of `tokens` holds at once when it is written `chunk` tokens at a time."""
@@ -240,13 +241,18 @@ class Pages:
         self.mark_free.append(entry.mark)
         entry.mark = -1
 
+    def _stays(self, table: Table, pool: Pool, j: int) -> bool:
+        """Whether a page that a window has passed is one to go on from: at the end of the prompt, or along the text."""
+        return table.salt == 0 and (pool.milestone(j) or pool.first(table.prompt) <= j < table.prompt // self.page_size)
+
     def retire(self, table: Table, tokens: int) -> None:
-        """Gives back the pages that a token at position ≥ `tokens` cannot see; their content stays in the index while there is room."""
+        """Gives back the pages that nobody who goes on after the last full page of `tokens` tokens sees; their content stays in the index while there
+        is room."""
         for g, pool in enumerate(self.pools):
             line = table.pages[g]
-            first = min(pool.first(tokens), len(line))
+            first = min(pool.first(tokens // self.page_size * self.page_size), len(line))
             for j in range(table.retired[g], first):
-                pool.drop(line[j], passed=not pool.milestone(j))
+                pool.drop(line[j], passed=not self._stays(table, pool, j))
                 line[j] = -1
             table.retired[g] = max(table.retired[g], first)
 
@@ -256,7 +262,7 @@ class Pages:
             last = pool.first(table.committed * self.page_size)
             for j in range(len(line) - 1, -1, -1):
                 if line[j] >= 0:
-                    pool.drop(line[j], table.salt != 0, j < last and not pool.milestone(j))
+                    pool.drop(line[j], table.salt != 0, j < last and not self._stays(table, pool, j))
         table.pages, table.retired = [[] for _ in self.pools], [0] * len(self.pools)
         table.committed, table.moving = 0, None
 

@@ -84,8 +84,8 @@ class Pool:
 
     def need(self, tokens: int, chunk: int) -> int:
         """Most pages a sequence of `tokens` holds at once when it is written `chunk` tokens at a time."""
-        whole = -(-tokens // self.page_size)
-        return whole if self.window is None else min(whole, -(-(self.window + chunk) // self.page_size) + 1)
+        whole, size = -(-tokens // self.page_size), self.page_size
+        return whole if self.window is None else min(whole, -(-(self.window - 1) // size) - (-(chunk + size - 1) // size))
 
     def first(self, tokens: int) -> int:
         """First page that the token at position `tokens` can see."""

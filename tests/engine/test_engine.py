@@ -157,6 +157,17 @@ def test_n_answers_share_the_prompts_pages_and_each_has_its_own_stream():
     assert answers[0] == solo(Request("a", prompt(18), WARM))[("a", 0)]
 
 
+def test_an_answer_longer_than_the_window_leaves_the_prompts_end_to_go_on_from():
+    engine = fake.engine(pages=(64, 22), window=(None, 10), context=100)
+    engine.add(Request("a", prompt(40), dataclasses.replace(WARM, max_tokens=50)))
+    answer = fake.tokens(fake.run(engine)[("a", 0)])
+    engine.add(Request("other", prompt(34, 5), dataclasses.replace(WARM, max_tokens=20)))
+    fake.run(engine)                                       # takes pages that windows have passed, not those where somebody may go on
+    engine.add(Request("b", prompt(40), dataclasses.replace(WARM, max_tokens=50)))
+    output = fake.run(engine)[("b", 0)]
+    assert (output[0].cached_tokens, output[0].cache_miss) == (36, None) and fake.tokens(output) == answer
+
+
 def test_running_out_of_pages_preempts_and_loses_nothing():
     requests = [Request(str(i), prompt(20, i), dataclasses.replace(WARM, max_tokens=40, seed=i)) for i in range(4)]
     want = {}

@@ -15,6 +15,14 @@ CONTEXT = 72
 STORIES = [tuple((s * 31 + i * i * 3 + i) % 57 + 1 for i in range(60)) for s in range(5)]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def close_milestones():
+    """So that texts of a few pages have windows kept along them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hetero.memory.pool.APART", 24)
+        yield
+
+
 def request(rng, id):
     """A prompt that often begins like another one, with any sampling that the engine serves differently."""
     story = rng.choice(STORIES)

@@ -70,6 +70,7 @@ class Schedules(RuleBasedStateMachine):
             return
         self.copy()
         for pool, line in zip(self.pages.pools, table.pages, strict=True):
+            assert sum(p >= 0 for p in line) <= pool.need(upto, upto - computed)
             for j in range(computed // SIZE, -(-upto // SIZE)):
                 assert pool.refs[line[j]] == 1, "a shared page is written"
                 self.device[pool.group, line[j]] = (table.salt, tuple(tokens[:min(upto, (j + 1) * SIZE)]))
