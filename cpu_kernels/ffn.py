@@ -82,7 +82,7 @@ def _emit_activate(kind: str, gated: bool) -> Any:
             u = lanes.most(b, u, b.fneg(limit))
             a = b.fmul(a, b.fadd(u, shift))
         store(b, a, gate, 0, 4)
-    return op(3, emit)
+    return emit
 
 
 def _emit_scale_add(b: Builder, sums: Value, weight: Value, bias: Value) -> None:
@@ -100,30 +100,41 @@ def _emit_join(b: Builder, y: Value, sums: Value, weight: Value, bias: Value) ->
 
 
 scale_add, join, zero16 = op(3, _emit_scale_add), op(4, _emit_join), _zero16
-activations = {(k, g): _emit_activate(k, g) for k in KINDS for g in (False, True)}
-_silu, _gelu, _tanh, _relu2 = (activations[k, True] for k in KINDS)
-_silu1, _gelu1, _tanh1, _relu21 = (activations[k, False] for k in KINDS)
+activations = {(k, g): op(3, _emit_activate(k, g)) for k in KINDS for g in (False, True)}
+
+
+def _each(emit: Any) -> Any:
+    """`emit` on `count` times 16 lanes that follow each other."""
+    def all_lanes(b: Builder, gate: Value, up: Value, count: Value, p: Value) -> None:
+        with lanes.cgutils.for_range(b, count) as loop:
+            at = b.shl(loop.index, const(I64, 6))
+            emit(b, b.add(gate, at), b.add(up, at), p)
+    return op(4, all_lanes)
+
+
+_silu, _gelu, _tanh, _relu2, _silu1, _gelu1, _tanh1, _relu21 = (_each(_emit_activate(k, g)) for g in (True, False) for k in KINDS)
 
 
 @kernel(inner=True)
-def activate(kind: int, gated: int, gate: int, up: int, p: int) -> None:
+def activate(kind: int, gated: int, gate: int, up: int, count: int, p: int) -> None:
+    """`count` times 16 lanes at `gate` (and `up`) -> gate."""
     if gated:
         if kind == 0:
-            _silu(gate, up, p)
+            _silu(gate, up, count, p)
         elif kind == 1:
-            _gelu(gate, up, p)
+            _gelu(gate, up, count, p)
         elif kind == 2:
-            _tanh(gate, up, p)
+            _tanh(gate, up, count, p)
         else:
-            _relu2(gate, up, p)
+            _relu2(gate, up, count, p)
     elif kind == 0:
-        _silu1(gate, up, p)
+        _silu1(gate, up, count, p)
     elif kind == 1:
-        _gelu1(gate, up, p)
+        _gelu1(gate, up, count, p)
     elif kind == 2:
-        _tanh1(gate, up, p)
+        _tanh1(gate, up, count, p)
     else:
-        _relu21(gate, up, p)
+        _relu21(gate, up, count, p)
 
 
 @kernel(inner=True)

@@ -161,7 +161,7 @@ def gather32(x: int, bf16: int, order: int, at: int, H: int, into: int) -> None:
 @kernel(inner=True)
 def take_rows(a: int, tid: int, threads: int, spare: int) -> None:
     """Stage 0: this thread's share of the activation blocks of x: one row a token, or a pair where experts order their inputs."""
-    H, x, bf16 = word(a, HIDDEN), word(a, INPUTS), word(a, BF16)
+    H, x, bf16, acts, step, take = word(a, HIDDEN), word(a, INPUTS), word(a, BF16), word(a, ACTS), word(a, STEP), word(a, TAKE)
     per = (H + COLS - 1) // COLS
     if word(a, ORDER_AT) != 0:
         lo, hi = share(first_pair(a, word(a, USED_COUNT)) * per, tid, threads)
@@ -172,14 +172,18 @@ def take_rows(a: int, tid: int, threads: int, spare: int) -> None:
             token = peek32(word(a, TOKENS) + 4 * (i // per))
             for g in range(2):
                 gather32(x + token * H * (4 - 2 * bf16), bf16, expert(a, u) + word(a, ORDER_AT), i % per * COLS + 32 * g, H, spare + VALUES)
-                _take(word(a, TAKE), spare + VALUES, spare + VALUES + 64, word(a, ACTS) + i * word(a, STEP), g)
+                _take(take, spare + VALUES, spare + VALUES + 64, acts + i * step, g)
         return
     lo, hi = share(word(a, COUNT) * per, tid, threads)
     for i in range(lo, hi):
         t = i // per
         for g in range(2):
-            ffn.load32(x + t * H * (4 - 2 * bf16), bf16, (i - t * per) * COLS + 32 * g, H, spare + VALUES)
-            _take(word(a, TAKE), spare + VALUES, spare + VALUES + 64, word(a, ACTS) + i * word(a, STEP), g)
+            at = (i - t * per) * COLS + 32 * g
+            first = x + 4 * (t * H + at)
+            if bf16 or at + 32 > H:
+                first = spare + VALUES
+                ffn.load32(x + t * H * (4 - 2 * bf16), bf16, at, H, first)
+            _take(take, first, first + 64, acts + i * step, g)
 
 
 @kernel(inner=True)
@@ -188,8 +192,10 @@ def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
     I, step = word(a, INTER), word(a, STEP)
     tiles = (word(a, HIDDEN) + COLS - 1) // COLS
     e, up_from = peek32(word(a, USED) + 4 * u), 2 * word(a, GATED)
-    streams = 2 + up_from
-    bias = e * word(a, BIAS_I) + 128 * i
+    streams, sums, bias = 2 + up_from, spare + SUMS, e * word(a, BIAS_I) + 128 * i
+    plain = word(a, BIAS_I) == 0 and word(a, ON_INPUT) == 0
+    take, wide = word(a, DOWN_TAKE), I // COLS * word(a, DOWN_STEP)
+    hidden = word(a, HID) + i // 2 * word(a, DOWN_STEP)
     start, end = first_pair(a, u), first_pair(a, u + 1)
     for c in range(start, end, MOST_TOKENS):
         m = min(end - c, MOST_TOKENS)
@@ -200,21 +206,19 @@ def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
             apart(a, APART1, streams, spare, tiles)
         elif m == 2 and word(a, PAIRS) != 0:
             for s in range(0, streams, 2):
-                _walk(word(a, PAIRS), spare + AIM + 8 * s, spare + XS, spare + SUMS + 128 * s, tiles)
+                _walk(word(a, PAIRS), spare + AIM + 8 * s, spare + XS, sums + 128 * s, tiles)
         else:
-            for s in range(streams):
-                _walk(word(a, TOGETHER), spare + AIM + 8 * s, spare + XS, spare + SUMS + 64 * m * s, tiles | m << 32)
-        for t in range(m):
-            weight = word(a, PAIR_WEIGHTS) + 4 * (c + t) if word(a, ON_INPUT) else word(a, ONE)
-            sums = spare + SUMS + 64 * t
-            for half in range(2):
-                g = sums + 64 * m * half
-                v = sums + 64 * m * (up_from + half)
-                if up_from:
-                    ffn.scale_add(g, weight, word(a, BIAS_GATE) + bias + 64 * half)
-                ffn.scale_add(v, weight, word(a, BIAS_UP) + bias + 64 * half)
-                ffn.activate(word(a, KIND), up_from, g, v, word(a, PARAMS))
-            _take(word(a, DOWN_TAKE), sums, sums + 64 * m, word(a, HID) + ((c + t) * (I // COLS) + i // 2) * word(a, DOWN_STEP), i & 1)
+            _walk(word(a, TOGETHER), spare + AIM, spare + XS, sums, tiles | m << 32 | (streams - 1) << 48)
+        if not plain:
+            for t in range(m):
+                weight = word(a, PAIR_WEIGHTS) + 4 * (c + t) if word(a, ON_INPUT) else word(a, ONE)
+                for half in range(2):
+                    if up_from:
+                        ffn.scale_add(sums + 64 * (m * half + t), weight, word(a, BIAS_GATE) + bias + 64 * half)
+                    ffn.scale_add(sums + 64 * (m * (up_from + half) + t), weight, word(a, BIAS_UP) + bias + 64 * half)
+        ffn.activate(word(a, KIND), up_from, sums, sums + 64 * m * up_from, 2 * m, word(a, PARAMS))
+        for t in range(m):                           # on its own: many of these chains are in flight at once
+            _take(take, sums + 64 * t, sums + 64 * (m + t), hidden + (c + t) * wide, i & 1)
 
 
 @kernel(inner=True)
@@ -229,45 +233,70 @@ def down_apart(a: int, u: int, n: int, r: int, spare: int) -> None:
 
 
 @kernel(inner=True)
-def down_together(a: int, u: int, r: int, spare: int) -> None:
-    """16 columns of one expert for all its tokens."""
-    stride = word(a, INTER) // COLS * word(a, DOWN_STEP)
+def down_together(a: int, u: int, first: int, blocks: int, spare: int) -> None:
+    """`blocks` times 16 columns of one expert for all its tokens."""
+    wide, H, sums = word(a, INTER) // COLS, word(a, HIDDEN), spare + SUMS
+    stride, weight, weight_step = wide * word(a, DOWN_STEP), word(a, ONE), 0
     e, start, end = peek32(word(a, USED) + 4 * u), first_pair(a, u), first_pair(a, u + 1)
+    whole = ROWS * (first + blocks) <= H
+    bias, y = word(a, BIAS_DOWN) + e * word(a, BIAS_H) + 4 * ROWS * first, word(a, OUT) + 4 * ROWS * first
+    if word(a, ON_INPUT) == 0:
+        weight, weight_step = word(a, PAIR_WEIGHTS), 4
     for c in range(start, end, MOST_TOKENS):
         m = min(end - c, MOST_TOKENS)
         for t in range(m):
             poke(spare + XS + 8 * t, word(a, HID) + (c + t) * stride)
-        _walk(word(a, DOWN_TOGETHER), spare + AIM, spare + XS, spare + SUMS, word(a, INTER) // COLS | m << 32)
+        _walk(word(a, DOWN_TOGETHER), spare + AIM, spare + XS, sums, wide | m << 32 | (blocks - 1) << 48)
         for t in range(m):
-            join_row(a, e, c + t, r, spare + SUMS + 64 * t, spare)
+            row = y + 4 * H * peek32(word(a, TOKENS) + 4 * (c + t))
+            for s in range(blocks):
+                if whole:
+                    ffn.join(row + 64 * s, sums + 64 * (m * s + t), weight + weight_step * (c + t), bias + 64 * s)
+                else:
+                    join_row(a, e, c + t, first + s, sums + 64 * (m * s + t), spare)
 
 
 @kernel(inner=True)
-def down_task(a: int, r: int, spare: int) -> None:
-    """16 columns of out, over all experts and tokens."""
-    n, H = word(a, USED_COUNT), word(a, HIDDEN)
+def clear(a: int, first: int, blocks: int) -> None:
+    """`blocks` times 16 columns of out := 0."""
+    H = word(a, HIDDEN)
     for t in range(word(a, COUNT)):
-        y = word(a, OUT) + 4 * (t * H + ROWS * r)
-        if ROWS * r + ROWS <= H:
-            ffn.zero16(y)
-            continue
-        for c in range(H - ROWS * r):
-            poke32(y + 4 * c, 0)
+        row = word(a, OUT) + 4 * t * H
+        for r in range(first, first + blocks):
+            if ROWS * r + ROWS <= H:
+                ffn.zero16(row + 4 * ROWS * r)
+                continue
+            for c in range(ROWS * r, H):
+                poke32(row + 4 * c, 0)
+
+
+@kernel(inner=True)
+def down_task(a: int, first: int, blocks: int, spare: int) -> None:
+    """`blocks` times 16 columns of out, over all experts and tokens."""
+    n, row = word(a, USED_COUNT), word(a, INTER) // COLS * word(a, DOWN_TILE)
+    clear(a, first, blocks)
     u = 0
     while u < n:
         lone = 0
         while lone < 4 and u + lone < n and first_pair(a, u + lone + 1) - first_pair(a, u + lone) == 1:
             lone += 1
+        if lone == 0:
+            for s in range(blocks):
+                poke(spare + AIM + 8 * s, expert(a, u) + word(a, DOWN_AT) + (first + s) * row)
+            aim_down(a, u + 1, 1, first, spare + AIM + NEXT_AT)
+            down_together(a, u, first, blocks, spare)
+            u += 1
+            continue
         if lone == 3:
             lone = 2
-        taken = max(lone, 1)
-        aim_down(a, u, taken, r, spare + AIM)
-        aim_down(a, u + taken, taken, r, spare + AIM + NEXT_AT)
-        if lone:
+        for r in range(first, first + blocks):
+            aim_down(a, u, lone, r, spare + AIM)
+            if r + 1 < first + blocks:
+                aim_down(a, u, lone, r + 1, spare + AIM + NEXT_AT)
+            else:
+                aim_down(a, u + lone, lone, first, spare + AIM + NEXT_AT)
             down_apart(a, u, lone, r, spare)
-        else:
-            down_together(a, u, r, spare)
-        u += taken
+        u += lone
 
 
 @kernel(inner=True)
@@ -284,7 +313,12 @@ def job(control: int, tid: int, threads: int, a: int) -> int:
         return 0
     per, rows = word(a, INTER) // 32, (word(a, HIDDEN) + ROWS - 1) // ROWS
     n = word(a, USED_COUNT) * per
-    lo2, hi2 = share(rows, tid, threads)
+    blocks = 1
+    if first_pair(a, word(a, USED_COUNT)) > word(a, USED_COUNT):             # some expert has several tokens
+        blocks = min(4, max(1, rows // (2 * threads)))
+    downs = (rows + blocks - 1) // blocks
+    lo2, hi2 = share(downs, tid, threads)
+    lo2, hi2 = lo2 * blocks, min(hi2 * blocks, rows)
     for k in range(threads):
         owner = (tid + k) % threads
         lo, hi = share(n, owner, threads)
@@ -308,13 +342,13 @@ def job(control: int, tid: int, threads: int, a: int) -> int:
             return 0
     for k in range(threads):
         owner = (tid + k) % threads
-        lo, hi = share(rows, owner, threads)
+        lo, hi = share(downs, owner, threads)
         counter = claims(control, tid, owner, 1)
         if k > 0 and load(counter) >= hi - lo:
             continue
         t = lo + add(counter, 1)
         while t < hi:
-            down_task(a, t, spare)
+            down_task(a, t * blocks, min(blocks, rows - t * blocks), spare)
             t = lo + add(counter, 1)
     return 0
 
