@@ -20,11 +20,13 @@ from .pages import (
     COUNT,
     HEAD,
     HEADS,
-    KEY_PAGE,
     KEY_SCALES,
     KEY_WIDTH,
     KEYS,
     KIND,
+    NEXT_HEAD,
+    NEXT_PAGES,
+    NEXT_TABLE,
     ONES,
     PAD_KEY,
     PAGE_SIZE,
@@ -39,6 +41,7 @@ from .pages import (
     VALUE_SCALES,
     VALUE_WIDTH,
     VALUES,
+    WIDE_KEYS,
     WINDOW,
     WORDS,
     block_of,
@@ -50,6 +53,7 @@ from .pages import (
     partial_bytes,
     reset,
     run_block,
+    span_of,
     sweep,
     tile_bytes,
 )
@@ -93,6 +97,8 @@ class Scratch:
 def tiles_of(arguments: int, many: int) -> int:
     """Tiles of `many` tokens in all sequences."""
     starts = peek(arguments + _STARTS)
+    if peek(arguments + _TOKENS) == peek(arguments + _SEQUENCES):
+        return peek(arguments + _TOKENS)
     tiles = 0
     for s in range(peek(arguments + _SEQUENCES)):
         tiles += (load32(starts + 4 * s + 4) - load32(starts + 4 * s) + many - 1) // many
@@ -112,11 +118,14 @@ def place(arguments: int, tile: int, number: int, many: int) -> tuple[int, int]:
     """Points a tile at the pages of the sequence that tile `number` belongs to. Returns its first token's row, and its tokens."""
     starts = peek(arguments + _STARTS)
     s = 0
-    tiles = (load32(starts + 4) - load32(starts) + many - 1) // many
-    while number >= tiles:
-        number -= tiles
-        s += 1
-        tiles = (load32(starts + 4 * s + 4) - load32(starts + 4 * s) + many - 1) // many
+    if peek(arguments + _TOKENS) == peek(arguments + _SEQUENCES):
+        s, number = number, 0
+    else:
+        tiles = (load32(starts + 4) - load32(starts) + many - 1) // many
+        while number >= tiles:
+            number -= tiles
+            s += 1
+            tiles = (load32(starts + 4 * s + 4) - load32(starts + 4 * s) + many - 1) // many
     first = load32(starts + 4 * s) + number * many
     poke(tile + TABLE, peek(arguments + _TABLE) + 4 * s * peek(arguments + _TABLE_WIDTH))
     poke(tile + CODE, peek(arguments + _CODE))
@@ -128,6 +137,17 @@ def place(arguments: int, tile: int, number: int, many: int) -> tuple[int, int]:
     poke(tile + WINDOW, peek(arguments + _WINDOW))
     poke_f32(tile + SCALE, np.float32(peek_f64(peek(arguments))))
     return first, min(many, load32(starts + 4 * s + 4) - first)
+
+
+@kernel(inner=True)
+def foresee(arguments: int, tile: int, sequence: int, head: int) -> None:
+    """Names the first pages of another sequence's step as those that will be read after this tile's."""
+    size, window = peek(arguments + _PAGE_SIZE), peek(arguments + _WINDOW)
+    length, span = load32(peek(arguments + _LENGTHS) + 4 * sequence), span_of(size)
+    first = (max(0, length - window) if window > 0 else 0) // span * span
+    poke(tile + NEXT_TABLE, peek(arguments + _TABLE) + 4 * (sequence * peek(arguments + _TABLE_WIDTH) + first // size))
+    poke(tile + NEXT_HEAD, head)
+    poke(tile + NEXT_PAGES, (min(span, length - first) + size - 1) // size)
 
 
 @functools.cache
@@ -203,6 +223,8 @@ def grouped(body: str) -> Any:
                         run_block(peek(tile + CODE), tile, item % blocks)
                 else:
                     first = load(arguments, tile, item, many)
+                    if many == 1 and item + 1 < hi:
+                        foresee(arguments, tile, (item + 1) // kv_heads, (item + 1) % kv_heads)
                     whole(tile)
                     answer(arguments, tile, item, first)
                 item = lo + add(counter, 1)
@@ -261,7 +283,7 @@ def latent(body: str) -> Any:
         for first in range(0, nope, size):
             many = min(size, nope - first)
             for j in range(many):
-                widen(weights + item * (first + j) * rank, peek(tile + KEY_PAGE) + 4 * j * width, rank, peek(arguments + _UP_KIND))
+                widen(weights + item * (first + j) * rank, peek(tile + WIDE_KEYS) + 4 * j * width, rank, peek(arguments + _UP_KIND))
             for t in range(count):
                 poke(words, 0)
                 poke(words + 8, many)
@@ -269,7 +291,7 @@ def latent(body: str) -> Any:
                 poke(words + 24, 4 * width)
                 poke(words + 32, to + 4 * t * step * width)
                 poke(words + 40, peek(tile + ONES))
-                mix1(source + 4 * (t * peek(arguments + _STRIDE) + first), peek(tile + KEY_PAGE), words)
+                mix1(source + 4 * (t * peek(arguments + _STRIDE) + first), peek(tile + WIDE_KEYS), words)
 
     @kernel(key=body, inner=True)
     def out_of_latent(arguments: int, tile: int, head: int, row: int, out: int, count: int, step: int) -> None:
@@ -281,9 +303,9 @@ def latent(body: str) -> Any:
         for t in range(count):
             finish(tile, row + t * step, peek(tile + QUERIES) + 4 * (row + t * step) * width, rank, 0)
         for v in range(v_dim):
-            widen(weights + item * v * rank, peek(tile + KEY_PAGE), rank, peek(arguments + _UP_KIND))
+            widen(weights + item * v * rank, peek(tile + WIDE_KEYS), rank, peek(arguments + _UP_KIND))
             for t in range(count):
-                poke_f32(out + 4 * (t * wide + v), dot(peek(tile + KEY_PAGE), peek(tile + QUERIES) + 4 * (row + t * step) * width, rank))
+                poke_f32(out + 4 * (t * wide + v), dot(peek(tile + WIDE_KEYS), peek(tile + QUERIES) + 4 * (row + t * step) * width, rank))
 
     @kernel(key=body, inner=True)
     def task_of(arguments: int, tile: int, number: int, many: int, head: int, heads: int) -> None:

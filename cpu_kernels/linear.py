@@ -33,7 +33,8 @@ TASK_NBYTES = 256 << 10                              # of weights, which stay in
 WALKS = ((1, 1), (4, 1), (1, rows.MANY))             # (streams, tokens)
 
 # words of the operands, behind that of the reals
-(X, T, K_, N_, OUT, BASE, ROW, TILES, BIAS, ACTS, STEP, SPARE, TAKE, ONE1, ONE4, MANY, PANELS, PANEL, BLOCKS) = (8 * i for i in range(1, 20))
+(X, T, K_, N_, OUT, BASE, ROW, TILES, BIAS, ACTS, STEP, SPARE, TAKE, ONE1, ONE4, MANY, PANELS, PANEL, BLOCKS,
+ AHEAD) = (8 * i for i in range(1, 21))
 
 
 @kernel(inner=True)
@@ -123,15 +124,16 @@ def task_of_panels(a: int, number: int, blocks: int, each: int, spare: int) -> N
     row, tiles, base, at_once = peek(a + ROW), peek(a + TILES), peek(a + BASE), peek(a + BLOCKS)
     first = number * each
     last = min(first + each, blocks)
+    beyond = last if last < blocks else first
     for i in range(peek(a + PANEL)):
         word = peek(peek(a + PANELS) + 8 * i)
         t, tokens = word & 0xFFFFFFFF, word >> 32
         x = peek(a + ACTS) + 4 * COLS * tiles * t
         for block in range(first, last, at_once):
-            after = block + at_once if block + at_once < last or i == 0 else first
+            after = block + at_once if block + at_once < last else beyond
             for s in range(at_once):
-                poke(spare + _WHERE + 8 * s, base + min(block + s, blocks - 1) * row)
-                poke(spare + _WHERE + panel.NEXT_AT + 8 * s, base + min(after + s, blocks - 1) * row)
+                here, then = base + min(block + s, blocks - 1) * row, base + min(after + s, blocks - 1) * row
+                panel.aim(spare + _WHERE + 8 * s, here, then, i > 0, tiles, peek(a + AHEAD), row // tiles)
             _walk(peek(a + MANY), spare + _WHERE, x, spare + _SUMS, tiles | tokens << 32)
             for s in range(min(at_once, last - block)):
                 for j in range(tokens):
@@ -229,7 +231,7 @@ class Linear:
         acts = x if self.direct else spare + threads * SPARE_NBYTES
         base = int(self.data.__array_interface__["data"][0])
         return ready(job, [x, tokens, self.cols, self.rows, out, base, tiles * self.format.tile_nbytes, tiles, bias, acts, self.step, spare,
-                           self._take, *self._walks, 0, 0, 0], keep=(self, room, keep))
+                           self._take, *self._walks, 0, 0, 0, 0], keep=(self, room, keep))
 
     def _by_panels(self, x: int, tokens: int, out: int, threads: int, bias: int, keep: Any) -> Prepared:
         tiles, at, words = padded(self.cols, COLS) // COLS, 0, []
@@ -241,7 +243,7 @@ class Linear:
         spare, base = (int(a.__array_interface__["data"][0]) for a in (room, self.data))
         return ready(job, [x, tokens, self.cols, self.rows, out, base, tiles * self.format.tile_nbytes, tiles, bias,
                            spare + threads * SPARE_NBYTES, 0, spare, 0, 0, 0, panel.walk(self.format.name, self.body), table.ctypes.data, len(table),
-                           panel.blocks(self.body)], keep=(self, room, table, keep))
+                           panel.blocks(self.body), panel.ahead_of(self.format)], keep=(self, room, table, keep))
 
     def run(self, x: Array, out: Array, team: Team, bias: Array | None = None) -> None:
         """x float32 [T, cols], out float32 [T, rows], bias float32 [rows padded to a multiple of 16]; all C-contiguous."""

@@ -26,10 +26,10 @@ ROWS = 4
 class Spans(NamedTuple):
     """dot(a, b, n) -> float32 sum of a[i] * b[i].
     widen(from, to, n, kind): n numbers to float32, zeros up to a multiple of PAD.
-    scores(q, k, width, first, words): words = [end, out]; out[j][r] := q[r] . k[j] for first <= j < end, in pairs of j.
-    weigh(s, n, words, state): s[j][r], j < n (even), become softmax weights over first[r] <= j < end[r] and 0 elsewhere, times value scales;
-    words = [key scales, value scales, softmax scale as float32 bits, first[4], end[4]]; state = float32 maximum[4], sum[4], factor[4]:
-    maximum and sum go on, factor is what earlier results must be multiplied with.
+    scores(q, k, width, first, words): words = [end, out]; out[j][r] := q[r] . k[j] for first <= j < end, in fours of j.
+    weigh(s, n, words, state): s[j][r], j < n (a multiple of four), become softmax weights over first[r] <= j < end[r] and 0 elsewhere, times
+    value scales; words = [key scales, value scales, softmax scale as float32 bits, first[4], end[4]]; state = float32 maximum[4], sum[4],
+    factor[4]: maximum and sum go on, factor is what earlier results must be multiplied with.
     mix(p, v, words): acc[r] := acc[r] * factor[r] + sum over j of p[j][r] * v[j]; words = [first, end, width, stride of v in bytes, acc,
     factor]; mix_safe ignores v[j] where p[j][r] is 0, whatever it holds; mix1 is for one row.
     fold(state, acc, into, into_acc, width): joins a block's partial result to the running one."""
@@ -65,18 +65,6 @@ def _sum(b: Builder, v: Value) -> Value:
     while v.type.count > 1:
         v = _half(b, v)
     return b.extract_element(v, const(I32, 0))
-
-
-def _sums4(b: Builder, four: list[Value]) -> Value:
-    """Four vectors -> the four sums of their lanes, as one vector."""
-    narrowed = []
-    for v in four:
-        while v.type.count > 4:
-            v = _half(b, v)
-        narrowed.append(v)
-    even, odd = _order([0, 2, 4, 6]), _order([1, 3, 5, 7])
-    pairs = [b.fadd(b.shuffle_vector(x, y, even), b.shuffle_vector(x, y, odd)) for x, y in (narrowed[:2], narrowed[2:])]
-    return b.fadd(b.shuffle_vector(pairs[0], pairs[1], even), b.shuffle_vector(pairs[0], pairs[1], odd))
 
 
 def _variables(b: Builder, kind: Any, count: int) -> list[Value]:
@@ -139,62 +127,87 @@ def _emit_widen(kind: int, n: int, body: str) -> Any:
     return op(3, emit)
 
 
+def _gathered(b: Builder, vectors: list[Value]) -> Value:
+    """As many vectors as one has lanes -> one vector, lane i the sum of vector i: neighbours are added and packed together, first inside
+    the 128-bit lanes, where that is cheap, then across them."""
+    n = vectors[0].type.count
+    within = [[4 * (i // 4) + (2 * i + odd) % 4 + n * (i % 4 >= 2) for i in range(n)] for odd in (0, 1)]
+    blocks = [[4 * (2 * i + odd) + k for i in range(n // 4) for k in range(4)] for odd in (0, 1)]
+    for masks in (within, within, blocks, blocks)[:n.bit_length() - 1]:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [b.fadd(*(b.shuffle_vector(x, y, _order(mask)) for mask in masks)) for x, y in pairs]
+    return vectors[0]
+
+
 def _emit_scores(n: int) -> Any:
-    rows = ROWS
+    keys = n // ROWS
     def emit(b: Builder, q: Value, k: Value, width: Value, first: Value, words: Value) -> None:
         end, out = load(b, words, I64, 0, 8), load(b, words, I64, 8, 8)
         stride = b.mul(width, const(I64, 4))
-        start = b.and_(first, const(I64, -2))
-        sums = _variables(b, vec(F32, n), 2 * rows)
-        with cgutils.for_range_slice(b, start, end, const(I64, 2), I64) as (j, _):
-            keys = [b.add(k, b.mul(j, stride)), b.add(k, b.mul(b.add(j, const(I64, 1)), stride))]
-            queries = [b.add(q, b.mul(const(I64, r), stride)) for r in range(rows)]
+        start = b.and_(first, const(I64, -keys))
+        sums = _variables(b, vec(F32, n), n)
+        queries = [b.add(q, b.mul(const(I64, r), stride)) for r in range(ROWS)]
+        with cgutils.for_range_slice(b, start, end, const(I64, keys), I64) as (j, _):
+            rows = [b.add(k, b.mul(b.add(j, const(I64, i)), stride)) for i in range(keys)]
             for s in sums:
                 b.store(const(vec(F32, n), 0.0), s)
             with cgutils.for_range(b, b.sdiv(width, const(I64, n))) as loop:
                 at = b.mul(loop.index, const(I64, 4 * n))
-                two = [load(b, b.add(a, at), vec(F32, n), 0, 4) for a in keys]
-                for r in range(rows):
+                several = [load(b, b.add(a, at), vec(F32, n), 0, 4) for a in rows]
+                for r in range(ROWS):
                     x = load(b, b.add(queries[r], at), vec(F32, n), 0, 4)
-                    for i in range(2):
-                        s = sums[i * rows + r]
-                        b.store(fma(b, x, two[i], b.load(s)), s)
-            to = _at(b, out, j, 4 * rows)
-            for i in range(2):
-                store(b, _sums4(b, [b.load(s) for s in sums[i * rows:i * rows + rows]]), to, 16 * i, 4)
+                    for i in range(keys):
+                        s = sums[i * ROWS + r]
+                        b.store(fma(b, x, several[i], b.load(s)), s)
+            store(b, _gathered(b, [b.load(s) for s in sums]), _at(b, out, j, 4 * ROWS), 0, 4)
     return op(5, emit)
 
 
-def _emit_weigh(b: Builder, s: Value, n: Value, words: Value, state: Value) -> None:
-    four, eight, lanes4 = vec(F32, 4), vec(F32, 8), vec(I32, 4)
-    key_scales, value_scales = load(b, words, I64, 0, 8), load(b, words, I64, 8, 8)
-    scale = lanes.spread(b, words, F32, 4, 16)
-    first, end = (b.trunc(load(b, words, vec(I64, 4), at, 8), lanes4) for at in (24, 56))
-    before = load(b, state, four, 0, 4)
-    top, total = cgutils.alloca_once(b, four), cgutils.alloca_once(b, eight)
-    b.store(before, top)
-    b.store(const(eight, 0.0), total)
-    with cgutils.for_range(b, n) as loop:
-        at = _at(b, s, loop.index, 16)
-        factor = b.fmul(scale, splat(b, load(b, _at(b, key_scales, loop.index, 4), F32, 0, 4), 4))
-        j = splat(b, b.trunc(loop.index, I32), 4)
-        seen = b.and_(b.icmp_signed(">=", j, first), b.icmp_signed("<", j, end))
-        score = b.select(seen, b.fmul(load(b, at, four, 0, 4), factor), const(four, float("-inf")))
-        store(b, score, at, 0, 4)
-        b.store(lanes.most(b, b.load(top), score), top)
-    now = b.load(top)
-    both = b.shuffle_vector(now, now, _order([0, 1, 2, 3] * 2))
-    with cgutils.for_range(b, b.sdiv(n, const(I64, 2))) as loop:
-        at = _at(b, s, loop.index, 32)
-        distance = b.fsub(load(b, at, eight, 0, 4), both)
-        weight = _falling_exp(b, distance)
-        b.store(b.fadd(b.load(total), weight), total)
-        pair = load(b, _at(b, value_scales, loop.index, 8), vec(F32, 2), 0, 4)
-        store(b, b.fmul(weight, b.shuffle_vector(pair, pair, _order([0] * 4 + [1] * 4))), at, 0, 4)
-    factor = _falling_exp(b, b.fsub(before, now))
-    store(b, now, state, 0, 4)
-    store(b, fma(b, load(b, state, four, 16, 4), factor, _half(b, b.load(total))), state, 16, 4)
-    store(b, factor, state, 32, 4)
+def _emit_weigh(lanes_: int) -> Any:
+    """For vectors of `lanes_`: that many / 4 positions at once."""
+    at_once = lanes_ // ROWS
+    each = [i // ROWS for i in range(lanes_)]        # a position's number stands in four lanes
+    again = list(range(ROWS)) * at_once              # four rows' numbers stand once per position
+
+    def folded(b: Builder, v: Value, join: Any) -> Value:
+        while v.type.count > ROWS:
+            half = v.type.count // 2
+            v = join(b.shuffle_vector(v, v, _order(range(half))), b.shuffle_vector(v, v, _order(range(half, 2 * half))))
+        return v
+
+    def emit(b: Builder, s: Value, n: Value, words: Value, state: Value) -> None:
+        four, wide, whole, scales = vec(F32, ROWS), vec(F32, lanes_), vec(I32, lanes_), vec(F32, at_once)
+        def repeated(v: Value, order: list[int]) -> Value:
+            return b.shuffle_vector(v, v, _order(order))
+        key_scales, value_scales = load(b, words, I64, 0, 8), load(b, words, I64, 8, 8)
+        scale = lanes.spread(b, words, F32, lanes_, 16)
+        first, end = (repeated(b.trunc(load(b, words, vec(I64, ROWS), at, 8), vec(I32, ROWS)), again) for at in (24, 56))
+        offsets = lanes.ir.Constant(whole, each)
+        before = load(b, state, four, 0, 4)
+        top, total = cgutils.alloca_once(b, wide), cgutils.alloca_once(b, wide)
+        b.store(repeated(before, again), top)
+        b.store(const(wide, 0.0), total)
+        turns = b.sdiv(n, const(I64, at_once))
+        with cgutils.for_range(b, turns) as loop:
+            at = _at(b, s, loop.index, 4 * lanes_)
+            factor = b.fmul(scale, repeated(load(b, _at(b, key_scales, loop.index, 4 * at_once), scales, 0, 4), each))
+            j = b.add(splat(b, b.trunc(b.mul(loop.index, const(I64, at_once)), I32), lanes_), offsets)
+            seen = b.and_(b.icmp_signed(">=", j, first), b.icmp_signed("<", j, end))
+            score = b.select(seen, b.fmul(load(b, at, wide, 0, 4), factor), const(wide, float("-inf")))
+            store(b, score, at, 0, 4)
+            b.store(lanes.most(b, b.load(top), score), top)
+        now = folded(b, b.load(top), lambda x, y: lanes.most(b, x, y))
+        both = repeated(now, again)
+        with cgutils.for_range(b, turns) as loop:
+            at = _at(b, s, loop.index, 4 * lanes_)
+            weight = _falling_exp(b, b.fsub(load(b, at, wide, 0, 4), both))
+            b.store(b.fadd(b.load(total), weight), total)
+            store(b, b.fmul(weight, repeated(load(b, _at(b, value_scales, loop.index, 4 * at_once), scales, 0, 4), each)), at, 0, 4)
+        factor = _falling_exp(b, b.fsub(before, now))
+        store(b, now, state, 0, 4)
+        store(b, fma(b, load(b, state, four, 16, 4), factor, folded(b, b.load(total), b.fadd)), state, 16, 4)
+        store(b, factor, state, 32, 4)
+    return op(4, emit)
 
 
 def _falling_exp(b: Builder, x: Value) -> Value:
@@ -204,30 +217,40 @@ def _falling_exp(b: Builder, x: Value) -> Value:
 
 
 def _emit_mix(n: int, rows: int, safe: bool) -> Any:
-    def emit(b: Builder, p: Value, v: Value, words: Value) -> None:
-        first, end, width, stride, acc, factor = (load(b, words, I64, 8 * i, 8) for i in range(6))
-        real, parts = vec(F32, n), PAD // n
+    real = vec(F32, n)
+
+    def chunk(b: Builder, words: tuple[Value, ...], at: Value, parts: int) -> None:
+        """`parts` vectors of every row from byte `at` on."""
+        p, v, first, end, width, stride, acc, factor = words
         sums = _variables(b, real, rows * parts)
-        with cgutils.for_range(b, b.sdiv(width, const(I64, PAD))) as loop:
-            at = b.mul(loop.index, const(I64, 4 * PAD))
-            own = [b.add(acc, b.add(at, b.mul(const(I64, 4 * r), width))) for r in range(rows)]
+        own = [b.add(acc, b.add(at, b.mul(const(I64, 4 * r), width))) for r in range(rows)]
+        for r in range(rows):
+            f = lanes.spread(b, factor, F32, n, 4 * r)
+            for i in range(parts):
+                b.store(b.fmul(f, load(b, own[r], real, 4 * n * i, 4)), sums[r * parts + i])
+        with cgutils.for_range_slice(b, first, end, const(I64, 1), I64) as (j, _):
+            value = b.add(b.add(v, at), b.mul(j, stride))
+            taken = [load(b, value, real, 4 * n * i, 4) for i in range(parts)]
+            weights = _at(b, p, j, 4 * rows)
             for r in range(rows):
-                f = lanes.spread(b, factor, F32, n, 4 * r)
+                w = lanes.spread(b, weights, F32, n, 4 * r)
+                matters = b.fcmp_unordered("!=", w, const(real, 0.0))
                 for i in range(parts):
-                    b.store(b.fmul(f, load(b, own[r], real, 4 * n * i, 4)), sums[r * parts + i])
-            with cgutils.for_range_slice(b, first, end, const(I64, 1), I64) as (j, _):
-                value = b.add(b.add(v, at), b.mul(j, stride))
-                chunk = [load(b, value, real, 4 * n * i, 4) for i in range(parts)]
-                weights = _at(b, p, j, 4 * rows)
-                for r in range(rows):
-                    w = lanes.spread(b, weights, F32, n, 4 * r)
-                    matters = b.fcmp_unordered("!=", w, const(real, 0.0))
-                    for i in range(parts):
-                        x = b.select(matters, chunk[i], const(real, 0.0)) if safe else chunk[i]
-                        b.store(fma(b, w, x, b.load(sums[r * parts + i])), sums[r * parts + i])
-            for r in range(rows):
-                for i in range(parts):
-                    store(b, b.load(sums[r * parts + i]), own[r], 4 * n * i, 4)
+                    x = b.select(matters, taken[i], const(real, 0.0)) if safe else taken[i]
+                    b.store(fma(b, w, x, b.load(sums[r * parts + i])), sums[r * parts + i])
+        for r in range(rows):
+            for i in range(parts):
+                store(b, b.load(sums[r * parts + i]), own[r], 4 * n * i, 4)
+
+    def emit(b: Builder, p: Value, v: Value, words: Value) -> None:
+        given = (p, v, *(load(b, words, I64, 8 * i, 8) for i in range(6)))
+        vectors = b.sdiv(given[4], const(I64, n))
+        pairs = b.sdiv(vectors, const(I64, 2))       # two vectors of four rows are as many sums as hide an FMA's latency
+        with cgutils.for_range(b, pairs) as loop:
+            chunk(b, given, b.mul(loop.index, const(I64, 8 * n)), 2)
+        if n == PAD:
+            with b.if_then(b.icmp_signed("!=", b.and_(vectors, const(I64, 1)), const(I64, 0))):
+                chunk(b, given, b.mul(pairs, const(I64, 8 * n)), 1)
     return op(3, emit)
 
 
@@ -264,5 +287,5 @@ def spans(body: str) -> Spans:
         else:
             fp8(source, to, count)
 
-    return Spans(_emit_dot(n), widen, _emit_scores(n), op(4, _emit_weigh), _emit_mix(n, ROWS, False),
+    return Spans(_emit_dot(n), widen, _emit_scores(n), _emit_weigh(n), _emit_mix(n, ROWS, False),
                  _emit_mix(n, ROWS, True), _emit_mix(n, 1, False), op(5, _emit_fold))

@@ -7,13 +7,15 @@ result is the same bits as alone.
 import functools
 from typing import Any
 
+from ..atoms import poke
 from ..formats import FORMATS, Format
 from ..jit import address, kernel
 from ..lanes import F32, I64, WIDTHS, Builder, Value, cgutils, const, fma, fresh, kept, load, op, prefetch, spread, store, vec
 from . import coded, floating
 from .integer import scales_of
 
-NEXT_AT = 16                                         # the next task's two row blocks stand behind this one's
+# words of `where`: row blocks; what is prefetched while tiles are left, `ahead` of them on; what is prefetched at the end
+FIRST, PULLED, AFTER = 0, 16, 32
 AHEAD_NBYTES = 3456
 
 
@@ -44,8 +46,8 @@ def panels(body: str, tokens: int) -> tuple[int, ...]:
 def walk(format: str, body: str) -> int:
     """Address of a kernel walk(where, panel, sums, tiles | tokens << 32): sums[block][token][16 rows] := tiles × panel.
 
-    where: addresses of the first tiles of `blocks` row blocks, and at NEXT_AT those of the task that comes after; panel: float32
-    [64 · tiles][tokens]; sums: float32 [blocks][tokens][16]; tokens: one of `sizes`."""
+    where: addresses of the first tiles of `blocks` row blocks and of what to prefetch (`aim`); panel: float32 [64 · tiles][tokens]; sums: float32
+    [blocks][tokens][16]; tokens: one of `sizes`."""
     run = op(4, emitter(FORMATS[format], body))
 
     @kernel(key=(format, body), inner=True)
@@ -56,14 +58,28 @@ def walk(format: str, body: str) -> int:
     return address(walk_panel, 4)
 
 
+def ahead_of(format: Format) -> int:
+    """Tiles by which prefetches go ahead."""
+    return max(1, AHEAD_NBYTES // format.tile_nbytes)
+
+
+@kernel(inner=True)
+def aim(where: int, first: int, after: int, warm: bool, tiles: int, ahead: int, size: int) -> None:
+    """One row block's words of `where` for a walk over `tiles` tiles of `size` bytes. `warm`: its tiles are near already, so all that is
+    prefetched is `after`'s, else its own and then the beginning of `after`'s."""
+    own = max(tiles - ahead, 0)
+    poke(where + FIRST, first)
+    poke(where + PULLED, after - ahead * size if warm else first)
+    poke(where + AFTER, after + own * size if warm else after)
+
+
 def emitter(format: Format, body: str) -> Any:
     """The code of `walk`."""
-    size, n, count = format.tile_nbytes, WIDTHS[body], blocks(body)
-    ahead = max(1, AHEAD_NBYTES // size)
+    size, n, count, ahead = format.tile_nbytes, WIDTHS[body], blocks(body), ahead_of(format)
 
     def emit(b: Builder, where: Value, panel: Value, sums: Value, both: Value) -> None:
         tokens, tiles = b.lshr(both, const(I64, 32)), b.and_(both, const(I64, 0xFFFFFFFF))
-        first, after = ([load(b, where, I64, at + 8 * s, 8) for s in range(count)] for at in (0, NEXT_AT))
+        first, pulled, after = ([load(b, where, I64, at + 8 * s, 8) for s in range(count)] for at in (FIRST, PULLED, AFTER))
         with cgutils.for_range(b, b.mul(tokens, const(I64, count))) as line:
             for p in range(16 // n):
                 store(b, const(vec(F32, n), 0.0), b.add(sums, b.shl(line.index, const(I64, 6))), 4 * n * p, 4)
@@ -74,7 +90,7 @@ def emitter(format: Format, body: str) -> Any:
                 at = b.mul(loop.index, const(I64, size))
                 here = b.icmp_signed("<", loop.index, own)
                 on, over = b.add(at, const(I64, ahead * size)), b.mul(b.sub(loop.index, own), const(I64, size))
-                to = [b.select(here, b.add(first[s], on), b.add(after[s], over)) for s in range(count)]
+                to = [b.select(here, b.add(pulled[s], on), b.add(after[s], over)) for s in range(count)]
                 x = b.add(panel, b.mul(loop.index, const(I64, 256 * width)))
                 _tile(b, format, body, [b.add(w, at) for w in first], x, sums, to, width)
     return emit
