@@ -216,34 +216,40 @@ class Linear:
         """float64 [rows, cols]: what the kernels multiply by."""
         return plain.dequantize(self.format, self.data, self.rows, self.cols)
 
-    def prepared(self, x: int, tokens: int, out: int, threads: int, bias: int = 0, keep: Any = None) -> Prepared:
-        """y = x W^T + bias as a job over addresses: x float32 [tokens, cols], out float32 [tokens, rows], bias float32 [rows padded to 16] or 0."""
-        if tokens > 1 and rows.is_float(self.format, self.exact):
-            return self._by_panels(x, tokens, out, threads, bias, keep)
+    def room_nbytes(self, tokens: int, threads: int) -> int:
+        """Bytes that a job works in: any that nobody else uses while it runs, at a multiple of 64."""
+        acts = 4 * COLS if self._panels(tokens) else 0 if self.direct else self.step
+        return threads * SPARE_NBYTES + tokens * (padded(self.cols, COLS) // COLS) * acts
+
+    def _panels(self, tokens: int) -> bool:
+        return tokens > 1 and rows.is_float(self.format, self.exact)
+
+    def prepared(self, x: int, tokens: int, out: int, threads: int, room: int, bias: int = 0, keep: Any = None) -> Prepared:
+        """y = x W^T + bias as a job over addresses: x float32 [tokens, cols], out float32 [tokens, rows], room of `room_nbytes`, bias float32
+        [rows padded to 16] or 0."""
+        if self._panels(tokens):
+            return self._by_panels(x, tokens, out, threads, room, bias, keep)
         most = blocks_at_once(padded(self.rows, ROWS) // ROWS, threads)
         for i, (streams, m) in enumerate(WALKS):
             used = streams <= most if tokens == 1 else m == rows.MANY or (streams == 1 and tokens % MOST_TOKENS == 1)
             if used and not self._walks[i]:
                 self._walks[i] = rows.walk(self.format.name, self.body, self.exact, streams, m)
         tiles = padded(self.cols, COLS) // COLS
-        room = aligned(threads * SPARE_NBYTES + (0 if self.direct else tokens * tiles * self.step))
-        spare = int(room.__array_interface__["data"][0])
-        acts = x if self.direct else spare + threads * SPARE_NBYTES
+        acts = x if self.direct else room + threads * SPARE_NBYTES
         base = int(self.data.__array_interface__["data"][0])
-        return ready(job, [x, tokens, self.cols, self.rows, out, base, tiles * self.format.tile_nbytes, tiles, bias, acts, self.step, spare,
-                           self._take, *self._walks, 0, 0, 0, 0], keep=(self, room, keep))
+        return ready(job, [x, tokens, self.cols, self.rows, out, base, tiles * self.format.tile_nbytes, tiles, bias, acts, self.step, room,
+                           self._take, *self._walks, 0, 0, 0, 0], keep=(self, keep))
 
-    def _by_panels(self, x: int, tokens: int, out: int, threads: int, bias: int, keep: Any) -> Prepared:
+    def _by_panels(self, x: int, tokens: int, out: int, threads: int, room: int, bias: int, keep: Any) -> Prepared:
         tiles, at, words = padded(self.cols, COLS) // COLS, 0, []
         for n in panel.panels(self.body, tokens):
             words.append(at | n << 32)
             at += n
         table = np.array(words, np.int64)
-        room = aligned(threads * SPARE_NBYTES + tokens * tiles * 4 * COLS)
-        spare, base = (int(a.__array_interface__["data"][0]) for a in (room, self.data))
+        base = int(self.data.__array_interface__["data"][0])
         return ready(job, [x, tokens, self.cols, self.rows, out, base, tiles * self.format.tile_nbytes, tiles, bias,
-                           spare + threads * SPARE_NBYTES, 0, spare, 0, 0, 0, panel.walk(self.format.name, self.body), table.ctypes.data, len(table),
-                           panel.blocks(self.body), panel.ahead_of(self.format)], keep=(self, room, table, keep))
+                           room + threads * SPARE_NBYTES, 0, room, 0, 0, 0, panel.walk(self.format.name, self.body), table.ctypes.data, len(table),
+                           panel.blocks(self.body), panel.ahead_of(self.format)], keep=(self, table, keep))
 
     def run(self, x: Array, out: Array, team: Team, bias: Array | None = None) -> None:
         """x float32 [T, cols], out float32 [T, rows], bias float32 [rows padded to a multiple of 16]; all C-contiguous."""
@@ -252,4 +258,6 @@ class Linear:
             if a is not None and (a.dtype != np.float32 or a.shape != shape or not a.flags.c_contiguous):
                 raise ValueError(f"{name}: {a.dtype} {a.shape}, expected contiguous float32 {shape}")
         if x.shape[0]:
-            team.run(self.prepared(x.ctypes.data, x.shape[0], out.ctypes.data, team.threads, 0 if bias is None else bias.ctypes.data, (x, out, bias)))
+            room = aligned(self.room_nbytes(x.shape[0], team.threads))
+            team.run(self.prepared(x.ctypes.data, x.shape[0], out.ctypes.data, team.threads, room.ctypes.data,
+                                   0 if bias is None else bias.ctypes.data, (x, out, bias, room)))

@@ -180,11 +180,12 @@ class ExpertLayer:
         return self.switch
 
     def prepared(self, x: Array, ids: Array, weights: Array, out: Array, team: Team) -> Prepared:
-        """The same as a job over fixed arrays (a mailbox) with scratch that other layers of the team share but nobody moves: for `Team.play`."""
+        """The same as a job over fixed arrays that the caller keeps alive (a mailbox, a recorded step's), with scratch that other layers of the
+        team share but nobody moves."""
         self._check(x, ids, weights, out, "accurate")
         line = _Line(self, Scratch.of(team), False)
         line.aim(x, ids, weights, out)
-        return prepare(routed.job, line.words, (line, x, ids, weights, out, line.scratch.acts, line.scratch.hid, line.scratch.pairs))
+        return prepare(routed.job, line.words, (line, line.scratch.acts, line.scratch.hid, line.scratch.pairs))
 
     def _line(self, team: Team, exact: bool) -> "_Line":
         lines = self._lines.setdefault(team, {})

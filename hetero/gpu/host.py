@@ -19,6 +19,7 @@ from cpu_kernels.team import Prepared, Team
 from hetero.arch import spec
 from hetero.gpu.ops import KV, Addend, Delta, LatentKV, Matrix, Row, Step, settled
 from hetero.gpu.plain import Plain
+from hetero.gpu.room import Room
 from hetero.gpu.tables import scale_of
 
 KV_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
@@ -41,6 +42,7 @@ class Host:
     def __init__(self, context: int, team: Team, isa: str) -> None:
         self.context, self.team, self.isa = context, team, isa
         self.tape: list[Prepared] | None = None
+        self.room: Room | None = None                    # of the step that is being recorded
         self.plain, self.recordable = Plain(context), True
         self.scratch = attention.Scratch(team.threads, context)
         self.spent: dict[str, float] | None = None       # seconds by job's name since somebody made it a dict
@@ -66,16 +68,24 @@ class Host:
         return self.tape is not None
 
     def do(self, job: Any, operands: Sequence[int], reals: Sequence[float], keep: Any) -> None:
-        self.play(ready(job, operands, reals, keep))
+        self.play(ready(job, operands, reals, self.kept(keep)))
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A part's result."""
+        return torch.empty(shape, dtype=dtype) if self.room is None else self.room.empty(shape, dtype)
+
+    def kept(self, tensors: Any) -> Any:
+        """What a job must keep alive: nothing while a step is recorded, whose rows are shared (`room`) and whose weights the decoder holds."""
+        return tensors if self.room is None else None
 
     @contextmanager
-    def record(self) -> Iterator[list[Prepared]]:
-        """Parts called inside are not run but listed, with the memory they will use."""
-        self.tape = tape = list[Prepared]()
+    def record(self) -> Iterator[tuple[list[Prepared], Room]]:
+        """Parts called inside are not run but listed, with the memory they will use: it must live as long as the list."""
+        self.tape, self.room = tape, room = list[Prepared](), Room()
         try:
-            yield tape
+            yield tape, room
         finally:
-            self.tape = None
+            self.tape = self.room = None
 
     def tell(self, part: str, kernel: str, format: str = "f32", nbytes: int = 0, note: str = "") -> Row:
         return Row(part, "cpu", kernel, format, nbytes, self.isa, self.team.threads, self.team.cores, note)
@@ -113,7 +123,7 @@ class Host:
 
     def glu(self, act: spec.Act, gate_up: Tensor) -> Tensor:
         T, I = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(T, I)
+        out = self.empty(T, I)
         self.do(small.gate, [at(gate_up), T, I, small.ACTS[act.kind], at(out)], [act.alpha, act.limit or 0.0, act.up_shift], (gate_up, out))
         return out
 
@@ -127,7 +137,7 @@ class Host:
         return x
 
     def rows(self, x: Tensor, wanted: Tensor) -> Tensor:
-        out = torch.empty(wanted.shape[0], x.shape[1])
+        out = self.empty(wanted.shape[0], x.shape[1])
         self.do(small.rows, [at(x), at(wanted), *out.shape, at(out)], [], (x, wanted, out))
         return out
 
@@ -139,7 +149,7 @@ class HostEmbed:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         T, H = tokens.shape[0], self.weight.shape[1]
-        out = torch.empty(T, H)
+        out = self.ops.empty(T, H)
         bf16 = int(self.weight.dtype == torch.bfloat16)
         self.ops.do(small.embed, [at(tokens), at(self.weight), bf16, T, H, at(out)], [self.scale], (tokens, self.weight, out))
         return out
@@ -164,9 +174,11 @@ class HostMatrix:
             self.bias[:self.rows] = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(x.shape[0], self.rows)
-        if x.shape[0]:
-            self.ops.play(self.linear.prepared(at(x), x.shape[0], at(out), self.ops.team.threads, at(self.bias), (x, out, self.bias)))
+        out = self.ops.empty(x.shape[0], self.rows)
+        if T := x.shape[0]:
+            threads = self.ops.team.threads
+            room = self.ops.empty(self.linear.room_nbytes(T, threads) // 4)
+            self.ops.play(self.linear.prepared(at(x), T, at(out), threads, at(room), at(self.bias), self.ops.kept((x, out, room, self.bias))))
         return out
 
     def row(self) -> Row:
@@ -185,7 +197,7 @@ class HostNorm:
         return x, self.run(x, settled(delta), scale)
 
     def run(self, x: Tensor, delta: Tensor | None, scale: float) -> Tensor:
-        out = torch.empty(x.shape)
+        out = self.ops.empty(*x.shape)
         self.ops.do(small.norm, [at(x), at(delta), at(self.weight), at(self.bias), *x.shape, at(out)], [self.eps, scale],
                     (x, delta, self.weight, self.bias, out))
         return out
@@ -197,7 +209,8 @@ class HostRoute:
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         p, T = self.part, logits.shape[0]
-        ids, weights, room = torch.empty(T, p.top_k, dtype=torch.int32), torch.empty(T, p.top_k), torch.empty(T, 2 * p.experts + p.groups)
+        ids, weights = self.ops.empty(T, p.top_k, dtype=torch.int32), self.ops.empty(T, p.top_k)
+        room = self.ops.empty(T, 2 * p.experts + p.groups)
         self.ops.do(router.route, [at(logits), T, p.experts, p.top_k, router.SCORES[p.score], at(self.correction), p.groups, p.top_groups,
                                    int(p.group_score == "top2"), int(p.renormalize), at(ids), at(weights), at(room)],
                     [p.scale, p.jitter], (logits, self.correction, ids, weights, room))
@@ -224,13 +237,13 @@ class HostAttend:
 
     def __call__(self, qkv: Tensor, kv: KV, step: Step) -> Tensor:
         self.prepare(qkv, kv, step)
-        a, T, out = self.part, qkv.shape[0], torch.empty(qkv.shape[0], self.part.heads * self.part.head_dim)
+        a, T, out = self.part, qkv.shape[0], self.ops.empty(qkv.shape[0], self.part.heads * self.part.head_dim)
         assert step.pages.stride(1) == 1
         self.ops.play(attention.attend(
             at(qkv), qkv.shape[1], T, step.lengths.shape[0], at(step.positions), at(step.starts), at(step.lengths), step.pages.data_ptr(),
             step.pages.stride(0), kv.keys.shape[2], at(kv.keys), at(kv.values), at(kv.key_scales), at(kv.value_scales),
             heads.KV_TYPES[KV_NAMES[kv.keys.dtype]], at(out), a.heads, a.kv_heads, a.head_dim, a.window or 0, at(self.sinks), self.scale,
-            self.ops.scratch, (qkv, kv, step, out, self.sinks)))
+            self.ops.scratch, self.ops.kept((qkv, kv, step, out, self.sinks))))
         return out
 
     def row(self) -> Row:
@@ -247,14 +260,14 @@ class HostLatentAttend:
 
     def __call__(self, q: Tensor, latent: Tensor, kv: LatentKV, step: Step) -> Tensor:
         a, (cos, sin), T = self.part, self.table, q.shape[0]
-        out, kind, half = torch.empty(T, a.heads * a.v_dim), heads.KV_TYPES[KV_NAMES[kv.latent.dtype]], a.rope.dim // 2
+        out, kind, half = self.ops.empty(T, a.heads * a.v_dim), heads.KV_TYPES[KV_NAMES[kv.latent.dtype]], a.rope.dim // 2
         self.ops.do(heads.latent_in, [
             at(q), at(latent), T, a.heads, a.nope_dim, a.kv_rank, at(self.kv_norm), at(cos), at(sin), half, int(a.rope.interleaved),
             at(step.positions), at(step.slots), at(kv.latent), at(kv.scales), kind], [self.eps], (q, latent, step, kv))
         self.ops.play(attention.attend_latent(
             at(q), T, step.lengths.shape[0], at(step.positions), at(step.starts), at(step.lengths), step.pages.data_ptr(), step.pages.stride(0),
             kv.latent.shape[1], at(kv.latent), at(kv.scales), kind, at(out), a.heads, a.nope_dim, a.rope.dim, a.kv_rank, a.v_dim, at(self.up),
-            heads.KV_TYPES[KV_NAMES[self.up.dtype]], self.scale, self.ops.scratch, (q, kv, step, out, self.up)))
+            heads.KV_TYPES[KV_NAMES[self.up.dtype]], self.scale, self.ops.scratch, self.ops.kept((q, kv, step, out, self.up))))
         return out
 
     def row(self) -> Row:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cpu_kernels import Act, ExpertLayer, ExpertStore
@@ -25,11 +24,11 @@ class OnCpu:
 
     def __init__(self, layer: ExpertLayer, ops: Host, precision: str, deterministic: bool) -> None:
         self.layer, self.ops, self.precision, self.deterministic = layer, ops, precision, deterministic
-        self.out = torch.zeros(0)
+        self.out: Tensor | None = None
 
     def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        self.out = torch.empty(x.shape)
-        arrays = x.numpy(), ids.numpy(), weights.numpy(), self.out.numpy()
+        self.out = out = self.ops.empty(*x.shape)
+        arrays = x.numpy(), ids.numpy(), weights.numpy(), out.numpy()
         if self.ops.recording:
             self.ops.play(self.layer.prepared(*arrays, self.ops.team))
         else:
@@ -41,7 +40,9 @@ class OnCpu:
         self.start(x, *route(logits))
 
     def finish(self) -> Tensor:
-        return self.out
+        out, self.out = self.out, None
+        assert out is not None
+        return out
 
     def row(self) -> Row:
         store = self.layer.store

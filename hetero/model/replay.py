@@ -11,18 +11,20 @@ from cpu_kernels.small import in_series
 from cpu_kernels.team import Prepared
 from hetero.gpu.host import Host
 from hetero.gpu.ops import Step
+from hetero.gpu.room import Room
 from hetero.model.attention import Cache
 from hetero.model.decoder import Decoder
 
 
 @dataclass(frozen=True)
 class Tape:
-    """A recorded step: its inputs and its logits stand at fixed places, `job` goes from the ones to the others. `names` of its parts, `times` when
-    each began and the last ended (ns), for a replay that is watched."""
+    """A recorded step: its inputs and its logits stand at fixed places, `job` goes from the ones to the others through `room`. `names` of its
+    parts, `times` when each began and the last ended (ns), for a replay that is watched."""
 
     step: Step
     logits: Tensor
     job: Prepared
+    room: Room
     names: Sequence[str]
     times: np.ndarray
 
@@ -65,10 +67,10 @@ class Replay:
         step = Step(ints(S, dtype=torch.int64), ints(S), torch.arange(S + 1, dtype=torch.int32), ints(S), ints(S, self.width),
                     ints(S, dtype=torch.int64), ints(S), torch.arange(S), 1,
                     others=tuple((ints(S, self.width), ints(S, dtype=torch.int64)) for _ in self.decoder.model.windows[1:]))
-        with self.ops.record() as tape:
+        with self.ops.record() as (tape, room):
             logits = self.decoder(step, cache)
         times = np.zeros(len(tape) + 1, np.int64)
-        return Tape(step, logits, in_series(tape, times), [job.name for job in tape], times)
+        return Tape(step, logits, in_series(tape, times), room, [job.name for job in tape], times)
 
     def diagnose(self, step: Step, cache: Cache) -> int | None:
         return self.decoder.diagnose(step, cache)

@@ -123,7 +123,7 @@ def test_every_rounding_is_torchs(host: Host) -> None:
 def test_a_recorded_series_gives_the_same_bits_and_reads_its_inputs_again(host: Host) -> None:
     norm, part = host.norm(torch.rand(64), None, 1e-6), spec.Router(64, 4, "softmax", True)
     x = torch.randn(3, 64)
-    with host.record() as tape:
+    with host.record() as (tape, _room):
         h = norm(x)
         ids, weights = host.route(part)(h)
         y = host.add(norm(h), h)
