@@ -10,53 +10,12 @@ from typing import Any
 import numpy as np
 
 from . import cpu, lanes
+from . import pages as paged
 from .atoms import add, load32, peek, peek_f32, peek_f64, poke, poke_f32
 from .jit import address as machine_code
 from .jit import kernel
 from .jobs import barrier, claims, share
 from .operands import ready
-from .pages import (
-    CODE,
-    COUNT,
-    HEAD,
-    HEADS,
-    KEY_SCALES,
-    KEY_WIDTH,
-    KEYS,
-    KIND,
-    NEXT_HEAD,
-    NEXT_PAGES,
-    NEXT_TABLE,
-    ONES,
-    PAD_KEY,
-    PAGE_SIZE,
-    POSITIONS,
-    QUERIES,
-    ROOM,
-    RUNNING,
-    SCALE,
-    STATE,
-    SUMS,
-    TABLE,
-    VALUE_SCALES,
-    VALUE_WIDTH,
-    VALUES,
-    WIDE_KEYS,
-    WINDOW,
-    WORDS,
-    block_of,
-    block_tokens,
-    blocks_of,
-    finish,
-    lay,
-    padded,
-    partial_bytes,
-    reset,
-    run_block,
-    span_of,
-    sweep,
-    tile_bytes,
-)
 from .spans import F32_KIND, ROWS, spans
 from .team import Prepared
 
@@ -82,9 +41,9 @@ class Scratch:
 
     def fit(self, rows: int, key_width: int, value_width: int, page_size: int) -> None:
         """Room for tiles of that size; never less than it was."""
-        splits = 2 * self.threads * -(-self.context // block_tokens(page_size)) if self.threads > 1 else 0
-        one = tile_bytes(rows, padded(key_width), padded(value_width), page_size)
-        for i, each, count in ((0, one, self.threads), (1, partial_bytes(rows, padded(value_width)), splits)):
+        splits = 2 * self.threads * -(-self.context // paged.block_tokens(page_size)) if self.threads > 1 else 0
+        one = paged.tile_bytes(rows, paged.padded(key_width), paged.padded(value_width), page_size)
+        for i, each, count in ((0, one, self.threads), (1, paged.partial_bytes(rows, paged.padded(value_width)), splits)):
             have = self.words[2 * i + 1] if i == 0 else 0
             size = each * count
             if (i == 0 and each > have) or (i == 1 and size > self.words[3]):
@@ -127,15 +86,15 @@ def place(arguments: int, tile: int, number: int, many: int) -> tuple[int, int]:
             s += 1
             tiles = (load32(starts + 4 * s + 4) - load32(starts + 4 * s) + many - 1) // many
     first = load32(starts + 4 * s) + number * many
-    poke(tile + TABLE, peek(arguments + _TABLE) + 4 * s * peek(arguments + _TABLE_WIDTH))
-    poke(tile + CODE, peek(arguments + _CODE))
-    poke(tile + KEYS, peek(arguments + _KEYS))
-    poke(tile + VALUES, peek(arguments + _VALUES))
-    poke(tile + KEY_SCALES, peek(arguments + _KEY_SCALES))
-    poke(tile + VALUE_SCALES, peek(arguments + _VALUE_SCALES))
-    poke(tile + KIND, peek(arguments + _KIND))
-    poke(tile + WINDOW, peek(arguments + _WINDOW))
-    poke_f32(tile + SCALE, np.float32(peek_f64(peek(arguments))))
+    poke(tile + paged.TABLE, peek(arguments + _TABLE) + 4 * s * peek(arguments + _TABLE_WIDTH))
+    poke(tile + paged.CODE, peek(arguments + _CODE))
+    poke(tile + paged.KEYS, peek(arguments + _KEYS))
+    poke(tile + paged.VALUES, peek(arguments + _VALUES))
+    poke(tile + paged.KEY_SCALES, peek(arguments + _KEY_SCALES))
+    poke(tile + paged.VALUE_SCALES, peek(arguments + _VALUE_SCALES))
+    poke(tile + paged.KIND, peek(arguments + _KIND))
+    poke(tile + paged.WINDOW, peek(arguments + _WINDOW))
+    poke_f32(tile + paged.SCALE, np.float32(peek_f64(peek(arguments))))
     return first, min(many, load32(starts + 4 * s + 4) - first)
 
 
@@ -143,57 +102,58 @@ def place(arguments: int, tile: int, number: int, many: int) -> tuple[int, int]:
 def foresee(arguments: int, tile: int, sequence: int, head: int) -> None:
     """Names the first pages of another sequence's step as those that will be read after this tile's."""
     size, window = peek(arguments + _PAGE_SIZE), peek(arguments + _WINDOW)
-    length, span = load32(peek(arguments + _LENGTHS) + 4 * sequence), span_of(size)
+    length, span = load32(peek(arguments + _LENGTHS) + 4 * sequence), paged.span_of(size)
     first = (max(0, length - window) if window > 0 else 0) // span * span
-    poke(tile + NEXT_TABLE, peek(arguments + _TABLE) + 4 * (sequence * peek(arguments + _TABLE_WIDTH) + first // size))
-    poke(tile + NEXT_HEAD, head)
-    poke(tile + NEXT_PAGES, (min(span, length - first) + size - 1) // size)
+    poke(tile + paged.NEXT_TABLE, peek(arguments + _TABLE) + 4 * (sequence * peek(arguments + _TABLE_WIDTH) + first // size))
+    poke(tile + paged.NEXT_HEAD, head)
+    poke(tile + paged.NEXT_PAGES, (min(span, length - first) + size - 1) // size)
 
 
 @functools.cache
 def grouped(body: str) -> Any:
     """The job of grouped-query attention for one instruction set."""
     widen = spans(body).widen
-    _, join, whole = sweep(body)
+    _, join, whole = paged.sweep(body)
 
     @kernel(key=body, inner=True)
     def load(arguments: int, tile: int, task: int, many: int) -> int:
         """Fills a tile with the queries of task number `task`: some tokens of one sequence, one kv head. Returns the first token's row."""
         kv_heads, dim = peek(arguments + _GROUPS), peek(arguments + _DIM)
         group, wide = peek(arguments + _HEADS) // kv_heads, (dim + 15) & -16
-        lay(tile, (many * group + ROWS - 1) // ROWS * ROWS, wide, wide, peek(arguments + _PAGE_SIZE))
+        paged.lay(tile, (many * group + ROWS - 1) // ROWS * ROWS, wide, wide, peek(arguments + _PAGE_SIZE))
         first, count = place(arguments, tile, task // kv_heads, many)
         kv_head = task % kv_heads
-        poke(tile + HEADS, kv_heads)
-        poke(tile + HEAD, kv_head)
-        poke(tile + KEY_WIDTH, dim)
-        poke(tile + VALUE_WIDTH, dim)
-        poke(tile + COUNT, count * group)
+        poke(tile + paged.HEADS, kv_heads)
+        poke(tile + paged.HEAD, kv_head)
+        poke(tile + paged.KEY_WIDTH, dim)
+        poke(tile + paged.VALUE_WIDTH, dim)
+        poke(tile + paged.COUNT, count * group)
         for t in range(count):
             source = peek(arguments + _Q) + 4 * ((first + t) * peek(arguments + _STRIDE) + kv_head * group * dim)
             for g in range(group):
                 row = t * group + g
-                poke(peek(tile + POSITIONS) + 8 * row, load32(peek(arguments + _AT) + 4 * (first + t)))
-                widen(source + 4 * g * dim, peek(tile + QUERIES) + 4 * row * wide, dim, F32_KIND)
+                poke(peek(tile + paged.POSITIONS) + 8 * row, load32(peek(arguments + _AT) + 4 * (first + t)))
+                widen(source + 4 * g * dim, peek(tile + paged.QUERIES) + 4 * row * wide, dim, F32_KIND)
         return first
 
     @kernel(key=body, inner=True)
     def answer(arguments: int, tile: int, task: int, first: int) -> None:
         heads, dim, kv_head = peek(arguments + _HEADS), peek(arguments + _DIM), task % peek(arguments + _GROUPS)
         group, sinks = heads // peek(arguments + _GROUPS), peek(arguments + _SINKS)
-        for row in range(peek(tile + COUNT)):
+        for row in range(peek(tile + paged.COUNT)):
             head = kv_head * group + row % group
-            finish(tile, row, peek(arguments + _OUT) + 4 * ((first + row // group) * heads + head) * dim, dim, sinks + 4 * head if sinks != 0 else 0)
+            out = peek(arguments + _OUT) + 4 * ((first + row // group) * heads + head) * dim
+            paged.finish(tile, row, out, dim, sinks + 4 * head if sinks != 0 else 0)
 
     @kernel(key=body, inner=True)
     def joined(arguments: int, tile: int, task: int, many: int, blocks: int, room: int) -> None:
         """One task from the partial results of its blocks."""
         first = load(arguments, tile, task, many)
-        reset(tile, peek(tile + RUNNING), peek(tile + RUNNING) + peek(tile + ROOM))
-        low, high = blocks_of(tile)
+        paged.reset(tile, peek(tile + paged.RUNNING), peek(tile + paged.RUNNING) + peek(tile + paged.ROOM))
+        low, high = paged.blocks_of(tile)
         for number in range(low, high):
             partial = peek(peek(arguments + _SCRATCH) + 16) + (task * blocks + number) * room
-            join(tile, partial, partial + peek(tile + ROOM))
+            join(tile, partial, partial + peek(tile + paged.ROOM))
         answer(arguments, tile, task, first)
 
     @kernel(key=body, inner=True)
@@ -203,9 +163,9 @@ def grouped(body: str) -> Any:
         tile, group = peek(scratch) + tid * peek(scratch + 8), peek(arguments + _HEADS) // kv_heads
         size = peek(arguments + _PAGE_SIZE)
         many = 1 if peek(arguments + _TOKENS) == peek(arguments + _SEQUENCES) else max(1, MOST_ROWS // group)
-        per = block_of(size)
+        per = paged.block_of(size)
         tasks, blocks = tiles_of(arguments, many) * kv_heads, (longest(arguments) + per - 1) // per
-        room = partial_bytes((many * group + ROWS - 1) // ROWS * ROWS, (peek(arguments + _DIM) + 15) & -16)
+        room = paged.partial_bytes((many * group + ROWS - 1) // ROWS * ROWS, (peek(arguments + _DIM) + 15) & -16)
         split = threads > 1 and blocks > 1 and tasks < 2 * threads and tasks * blocks * room <= peek(scratch + 24)
         items = tasks * blocks if split else tasks
         for k in range(threads):
@@ -216,11 +176,11 @@ def grouped(body: str) -> Any:
             while item < hi:
                 if split:
                     load(arguments, tile, item // blocks, many)
-                    low, high = blocks_of(tile)
+                    low, high = paged.blocks_of(tile)
                     if low <= item % blocks < high:
-                        poke(tile + STATE, peek(scratch + 16) + item * room)
-                        poke(tile + SUMS, peek(tile + STATE) + peek(tile + ROOM))
-                        run_block(peek(tile + CODE), tile, item % blocks)
+                        poke(tile + paged.STATE, peek(scratch + 16) + item * room)
+                        poke(tile + paged.SUMS, peek(tile + paged.STATE) + peek(tile + paged.ROOM))
+                        paged.run_block(peek(tile + paged.CODE), tile, item % blocks)
                 else:
                     first = load(arguments, tile, item, many)
                     if many == 1 and item + 1 < hi:
@@ -242,7 +202,7 @@ def grouped(body: str) -> Any:
 @functools.cache
 def _grouped() -> tuple[Any, int]:
     body = lanes.body_of(cpu.isa())
-    return grouped(body), machine_code(sweep(body).block, 2)
+    return grouped(body), machine_code(paged.sweep(body).block, 2)
 
 
 def attend(q: int, stride: int, tokens: int, sequences: int, positions: int, starts: int, lengths: int, table: int, table_width: int,
@@ -267,7 +227,7 @@ def attend(q: int, stride: int, tokens: int, sequences: int, positions: int, sta
 def latent(body: str) -> Any:
     """The job of MLA for one instruction set: queries go into the latent space, results come out of it, pages are read as they are."""
     widen, mix1, dot = spans(body).widen, spans(body).mix1, spans(body).dot
-    _, _, whole = sweep(body)
+    _, _, whole = paged.sweep(body)
 
     @kernel(key=body, inner=True)
     def into_latent(arguments: int, tile: int, head: int, source: int, to: int, count: int, step: int) -> None:
@@ -276,22 +236,22 @@ def latent(body: str) -> Any:
         nope, rank, up = peek(arguments + _NOPE), peek(arguments + _RANK), peek(arguments + _UP)
         item = 4 if peek(arguments + _UP_KIND) == F32_KIND else 2
         weights = up + item * head * (nope + peek(arguments + _V_DIM)) * rank
-        width, words, size = peek(tile + PAD_KEY), peek(tile + WORDS), peek(tile + PAGE_SIZE)
+        width, words, size = peek(tile + paged.PAD_KEY), peek(tile + paged.WORDS), peek(tile + paged.PAGE_SIZE)
         for t in range(count):
             for i in range(width):
                 poke_f32(to + 4 * (t * step * width + i), np.float32(0))
         for first in range(0, nope, size):
             many = min(size, nope - first)
             for j in range(many):
-                widen(weights + item * (first + j) * rank, peek(tile + WIDE_KEYS) + 4 * j * width, rank, peek(arguments + _UP_KIND))
+                widen(weights + item * (first + j) * rank, peek(tile + paged.WIDE_KEYS) + 4 * j * width, rank, peek(arguments + _UP_KIND))
             for t in range(count):
                 poke(words, 0)
                 poke(words + 8, many)
                 poke(words + 16, (rank + 15) & -16)
                 poke(words + 24, 4 * width)
                 poke(words + 32, to + 4 * t * step * width)
-                poke(words + 40, peek(tile + ONES))
-                mix1(source + 4 * (t * peek(arguments + _STRIDE) + first), peek(tile + WIDE_KEYS), words)
+                poke(words + 40, peek(tile + paged.ONES))
+                mix1(source + 4 * (t * peek(arguments + _STRIDE) + first), peek(tile + paged.WIDE_KEYS), words)
 
     @kernel(key=body, inner=True)
     def out_of_latent(arguments: int, tile: int, head: int, row: int, out: int, count: int, step: int) -> None:
@@ -299,32 +259,32 @@ def latent(body: str) -> Any:
         nope, rank, v_dim = peek(arguments + _NOPE), peek(arguments + _RANK), peek(arguments + _V_DIM)
         item = 4 if peek(arguments + _UP_KIND) == F32_KIND else 2
         weights = peek(arguments + _UP) + item * (head * (nope + v_dim) + nope) * rank
-        width, wide = peek(tile + PAD_KEY), peek(arguments + _HEADS) * v_dim
+        width, wide = peek(tile + paged.PAD_KEY), peek(arguments + _HEADS) * v_dim
         for t in range(count):
-            finish(tile, row + t * step, peek(tile + QUERIES) + 4 * (row + t * step) * width, rank, 0)
+            paged.finish(tile, row + t * step, peek(tile + paged.QUERIES) + 4 * (row + t * step) * width, rank, 0)
         for v in range(v_dim):
-            widen(weights + item * v * rank, peek(tile + WIDE_KEYS), rank, peek(arguments + _UP_KIND))
+            widen(weights + item * v * rank, peek(tile + paged.WIDE_KEYS), rank, peek(arguments + _UP_KIND))
             for t in range(count):
-                poke_f32(out + 4 * (t * wide + v), dot(peek(tile + WIDE_KEYS), peek(tile + QUERIES) + 4 * (row + t * step) * width, rank))
+                poke_f32(out + 4 * (t * wide + v), dot(peek(tile + paged.WIDE_KEYS), peek(tile + paged.QUERIES) + 4 * (row + t * step) * width, rank))
 
     @kernel(key=body, inner=True)
     def task_of(arguments: int, tile: int, number: int, many: int, head: int, heads: int) -> None:
         """Some tokens of one sequence, `heads` heads from `head` on."""
         nope, rope, rank = peek(arguments + _NOPE), peek(arguments + _ROPE), peek(arguments + _RANK)
-        lay(tile, (many * heads + ROWS - 1) // ROWS * ROWS, (rank + rope + 15) & -16, (rank + 15) & -16, peek(arguments + _PAGE_SIZE))
+        paged.lay(tile, (many * heads + ROWS - 1) // ROWS * ROWS, (rank + rope + 15) & -16, (rank + 15) & -16, peek(arguments + _PAGE_SIZE))
         first, count = place(arguments, tile, number, many)
-        poke(tile + HEADS, 1)
-        poke(tile + HEAD, 0)
-        poke(tile + KEY_WIDTH, rank + rope)
-        poke(tile + VALUE_WIDTH, rank)
-        poke(tile + COUNT, count * heads)
-        width = peek(tile + PAD_KEY)
+        poke(tile + paged.HEADS, 1)
+        poke(tile + paged.HEAD, 0)
+        poke(tile + paged.KEY_WIDTH, rank + rope)
+        poke(tile + paged.VALUE_WIDTH, rank)
+        poke(tile + paged.COUNT, count * heads)
+        width = peek(tile + paged.PAD_KEY)
         for h in range(heads):
             source = peek(arguments + _Q) + 4 * (first * peek(arguments + _STRIDE) + (head + h) * (nope + rope))
-            to = peek(tile + QUERIES) + 4 * h * width
+            to = peek(tile + paged.QUERIES) + 4 * h * width
             into_latent(arguments, tile, head + h, source, to, count, heads)
             for t in range(count):
-                poke(peek(tile + POSITIONS) + 8 * (t * heads + h), load32(peek(arguments + _AT) + 4 * (first + t)))
+                poke(peek(tile + paged.POSITIONS) + 8 * (t * heads + h), load32(peek(arguments + _AT) + 4 * (first + t)))
                 for i in range(rope):
                     poke_f32(to + 4 * (t * heads * width + rank + i), peek_f32(source + 4 * (t * peek(arguments + _STRIDE) + nope + i)))
         whole(tile)
@@ -358,7 +318,7 @@ def latent(body: str) -> Any:
 @functools.cache
 def _latent() -> tuple[Any, int]:
     body = lanes.body_of(cpu.isa())
-    return latent(body), machine_code(sweep(body).block, 2)
+    return latent(body), machine_code(paged.sweep(body).block, 2)
 
 
 def attend_latent(q: int, tokens: int, sequences: int, positions: int, starts: int, lengths: int, table: int, table_width: int, page_size: int,
