@@ -34,13 +34,13 @@ def team() -> Iterator[Team]:
         yield made
 
 
-def load(folder: Any, team: Team) -> tuple[Decoder, Host]:
+def load(folder: Any, team: Team, deterministic: bool = False) -> tuple[Decoder, Host]:
     source = open_source(folder)
     model = families.read(source.config)
     checkpoint, ops = Checkpoint(source, model), Host(128, team, "")
     bank = banks.load(checkpoint, "f32")
     decoder = load_decoder(ops, model, Weights(tensors.of(model), checkpoint.dense),
-                           lambda l, part: OnCpu(expert_layer(part, bank.stores[l], bank.biases[l]), ops, "accurate", False), "f32", "f32")
+                           lambda l, part: OnCpu(expert_layer(part, bank.stores[l], bank.biases[l]), ops, "accurate", deterministic), "f32", "f32")
     return decoder, ops
 
 
@@ -96,3 +96,24 @@ def test_pages_that_a_window_has_passed_are_given_back_and_never_read(tiny: Any,
     for id, prompt in prompts.items():
         logits = make.logits(tiny("gpt_oss"), prompt + said[id][:-1])[len(prompt) - 1:]
         assert said[id] == logits.argmax(-1).tolist()
+
+
+@torch.no_grad()
+def test_with_windows_too_neighbours_chunks_and_warm_pages_change_no_bit(tiny: Any, team: Team) -> None:
+    decoder, ops = load(tiny("gpt_oss"), team, deterministic=True)
+    mine = Request("mine", tuple(IDS), Sampling(temperature=0.8, seed=5, max_tokens=12, logprobs=3))
+
+    def said(engine: Engine, *others: Request) -> list[Any]:
+        found: list[Any] = []
+        for request in (*others, mine):
+            engine.add(request)
+        while not engine.idle:
+            found += [p for o in engine.step() if o.id == "mine" for p in o.logprobs]
+        return found
+
+    def fresh(chunk: int, pages: int) -> Engine:
+        return Engine(Replay(decoder, ops, 4, 13), Cache(decoder.model, (pages, 20), 4, "bf16", host_pages=(20, 20), rows=4), 256, 48, (), Limits(4, chunk))
+    alone, busy = said(fresh(64, 12)), fresh(5, 30)
+    others = [Request(str(n), tuple(IDS[:n]), Sampling(temperature=1.0, seed=n, max_tokens=9)) for n in (3, 30, 17)]
+    assert said(busy, *others) == alone and len(alone) == 12
+    assert said(busy) == alone and busy.stats().cached_tokens >= 32
