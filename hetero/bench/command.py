@@ -150,6 +150,8 @@ def run_run(args: argparse.Namespace) -> "Result":
         options = options.with_values("--config-only", load_format="dummy")
     if max(batches) > options.max_batch:
         options = options.with_values("--batches", max_batch=max(batches))
+    if options.source("max_stall_ms") == "default":
+        options = options.with_values("bench run", max_stall_ms=60_000.0)    # prompts are read first and together, then all decode
     with closing(opened(args.model, options)) as llm:
         return speed.bench(llm, prompts, batches, args.tokens, args.rounds, say)
 

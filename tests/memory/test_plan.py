@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies
 from cpu_kernels.formats import expert_nbytes
 from hetero import options
 from hetero.arch import families, tensors
+from hetero.arch.spec import GQA, Dense, Layer, Model
 from hetero.errors import BadOption, UnusableHardware
 from hetero.memory import kv, plan, table
 from hetero.memory.cost import Machine
@@ -72,6 +73,20 @@ def test_pools_grow_with_what_is_free_and_always_hold_one_sequence():
     assert sizes[2][0] > sizes[1][0] and sum(g.nbytes for g in kv.pools(model, "fp8", 4096, 8, 512, GiB)) <= GiB
     assert kv.host_pages(kv.pools(model, "fp8", 4096, 8, 512, 0), 0) == [0, 0]
     assert kv.host_pages([kv.Group(None, 8, 1600), kv.Group(64, 24, 160)], 8 * 1600 + 24 * 160) == [100, 10]
+
+
+@settings(max_examples=150, deadline=None)
+@given(strategies.lists(strategies.sampled_from([None, 1, 100, 128, 1024, 4095]), min_size=1, max_size=6), strategies.integers(1, 20_000), strategies.integers(1, 40),
+       strategies.sampled_from([1, 16, 100, 512, 8192]), strategies.integers(0, 1 << 28))
+def test_pools_of_any_windows_hold_a_whole_context_and_never_more_than_there_is_beyond_that(windows, ctx, batch, chunk, nbytes):
+    parts = [GQA(heads=1, kv_heads=1, head_dim=8, rope=None, window=w) for w in windows]
+    model = Model("any", 8, 8, 1e-6, tuple(Layer(part, Dense(8)) for part in parts), True, {}, ctx)
+    found, least = (kv.pools(model, "bfloat16", ctx, batch, chunk, n) for n in (nbytes, 0))
+    assert tuple(g.window for g in found) == model.windows and sum(g.token_nbytes for g in found) == 32 * len(windows)
+    for g, low in zip(found, least, strict=True):
+        pool = Pool(0, Size(g.tokens // 16, 0, g.window), 16, deque(), print)
+        assert g.tokens % 16 == 0 and low.tokens <= g.tokens <= 16 * -(-batch * ctx // 16) + 16 and pool.need(ctx, chunk) <= pool.count
+    assert found == least or sum(g.nbytes for g in found) <= nbytes
 
 
 def test_a_sequence_of_a_model_whose_layers_all_have_a_window_may_be_as_long_as_its_context():
