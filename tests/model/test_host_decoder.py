@@ -98,8 +98,9 @@ def test_pages_that_a_window_has_passed_are_given_back_and_never_read(tiny: Any,
         assert said[id] == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
 @torch.no_grad()
-def test_with_windows_too_neighbours_chunks_and_warm_pages_change_no_bit(tiny: Any, team: Team) -> None:
+def test_with_windows_too_neighbours_chunks_and_warm_pages_change_no_bit(kv_dtype: str, tiny: Any, team: Team) -> None:
     decoder, ops = load(tiny("gpt_oss"), team, deterministic=True)
     mine = Request("mine", tuple(IDS), Sampling(temperature=0.8, seed=5, max_tokens=12, logprobs=3))
 
@@ -112,7 +113,8 @@ def test_with_windows_too_neighbours_chunks_and_warm_pages_change_no_bit(tiny: A
         return found
 
     def fresh(chunk: int, pages: int) -> Engine:
-        return Engine(Replay(decoder, ops, 4, 13), Cache(decoder.model, (pages, 20), 4, "bf16", host_pages=(20, 20), rows=4), 256, 48, (), Limits(4, chunk))
+        cache = Cache(decoder.model, (pages, 20), 4, kv_dtype, host_pages=(20, 20), rows=4)
+        return Engine(Replay(decoder, ops, 4, 13), cache, 256, 48, (), Limits(4, chunk))
     alone, busy = said(fresh(64, 12)), fresh(5, 30)
     others = [Request(str(n), tuple(IDS[:n]), Sampling(temperature=1.0, seed=n, max_tokens=9)) for n in (3, 30, 17)]
     assert said(busy, *others) == alone and len(alone) == 12
