@@ -4,11 +4,14 @@
 Each conversion is round-to-nearest, without calibration, so the figures are about formats and not about quantizers. "own" is KL(the converted
 weights in float32 || the engine on them), what packing and kernels cost; "original" is KL(the original in float32 || the engine).
 
-    python scripts/formats.py [--lines 10] [--only gptq_g128,q4_k] [--keep FOLDER] [--json]
+    python scripts/formats.py [--lines 10] [--only gptq_g128,Q4_K] [--keep FOLDER] [--speed] [--json]
+
+--speed measures decode instead: 64 tokens, turn by turn with the embedded model's. With --keep, what was converted before is taken as it is.
 """
 import argparse
 import json
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -117,7 +120,7 @@ SAFE: dict[str, tuple[dict[str, Any] | None, Callable[[Tensor], Parts]]] = {
     "awq_g128": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
     "fp8_block": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8_block), "fp8_channel": (CT, fp8_channel),
     "mxfp4": (CT, mxfp4), "nvfp4": (CT, nvfp4)}
-GGUF = ("Q8_0", "Q5_0", "Q4_0", "MXFP4", "Q6_K", "Q5_K", "Q4_K")
+GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4", "Q6_K", "Q5_K", "Q4_K")
 
 
 def halves(value: np.ndarray) -> np.ndarray:
@@ -152,7 +155,9 @@ def q6_k(w: np.ndarray) -> np.ndarray:
 
 
 def convert(name: str, out: Path) -> Path:
-    """Write the embedded model's weights in this format; the folder or file to open."""
+    """Write the embedded model's weights in this format, unless they are there; the folder or file to open."""
+    if out.exists():
+        return out / f"{name}.gguf" if name in GGUF else out
     source = open_source(None)
     c = Checkpoint(source, source.spec())
     out.mkdir(parents=True)
@@ -222,17 +227,27 @@ def add_tokenizer(w: Any) -> None:
 
 
 def logits(path: Path | None, format: str, lines: list[str]) -> tuple[list[Tensor], dict[str, Any]]:
-    """Log probabilities of each line, and what the load said; decode speed from one answer."""
+    """Log probabilities of each line, and what the load said."""
     with LLM(path, expert_format=format, packed_cache=False) as llm:
         found = [llm.logits([*llm.tokenizer.encode(line), 0][:512])[:-1].log_softmax(-1) for line in lines]
         filled = llm.bank.filled
         assert filled is not None
-        began = time.perf_counter()
-        answer = llm.generate("Once upon a time", Sampling(temperature=0, max_tokens=64, ignore_eos=True))[0]
-        seconds = time.perf_counter() - began
         return found, {"arrived": next(iter(filled.origins.values())).arrived, "packed": next(iter(filled.origins.values())).format,
-                       "kept": all(o.kept for o in filled.origins.values()), "error": max(o.error for o in filled.origins.values()),
-                       "tok_s": len(answer.token_ids) / seconds}
+                       "kept": all(o.kept for o in filled.origins.values()), "error": max(o.error for o in filled.origins.values())}
+
+
+def speeds(path: Path, rounds: int = 9) -> tuple[float, float]:
+    """(tokens per second, times the embedded model's speed): medians over `rounds` turns of each."""
+    asked = Sampling(temperature=0, max_tokens=64, ignore_eos=True)
+    with LLM(None, packed_cache=False, threads=1) as ours, LLM(path, packed_cache=False, threads=1) as other:
+        took: list[list[float]] = [[], []]
+        for _ in range(rounds + 1):
+            for llm, times in zip((ours, other), took, strict=True):
+                began = time.perf_counter()
+                llm.generate("Once upon a time", asked)
+                times.append(time.perf_counter() - began)
+    ratios = [a / b for a, b in zip(*(t[1:] for t in took), strict=True)]
+    return 64 / statistics.median(took[1][1:]), statistics.median(ratios)
 
 
 def divergence(want: list[Tensor], got: list[Tensor]) -> tuple[float, float]:
@@ -246,29 +261,45 @@ def main() -> int:
     parser.add_argument("--lines", type=int, default=10)
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--keep", type=Path, help="leave the converted models here")
+    parser.add_argument("--speed", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    texts = [json.loads(line)["text"] for line in TEXT.read_text().splitlines() if line.strip()]
-    lines = texts[::max(1, len(texts) // args.lines)][:args.lines]
-    original, _ = logits(None, "f32", lines)
-    rows = []
-    if not args.json:
-        print("format                   MB packed as  kept    error    KL own KL original  top-1  tok/s")
-    for name in args.only.split(",") if args.only else ["embedded", *SAFE, *GGUF]:
-        with tempfile.TemporaryDirectory() as folder:
-            path = EMBEDDED if name == "embedded" else convert(name, (args.keep or Path(folder)) / name)
-            nbytes = path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.glob("*.safetensors"))
-            own, _ = logits(path, "f32", lines)
-            got, row = logits(path, "auto", lines)
-        (kl_own, _), (kl, top) = divergence(own, got), divergence(original, got)
-        rows.append(row | {"format": name, "nbytes": nbytes, "kl_own": kl_own, "kl": kl, "top1": top})
-        if not args.json:
-            kept = "yes" if row["kept"] else "no"
-            print(f"{name:20} {nbytes / 1e6:6.1f} {row['packed']:>9} {kept:>5} {row['error']:8.1e} {kl_own:9.1e} {kl:11.1e} {top:6.4f} "
-                  f"{row['tok_s']:6.0f}", flush=True)
+    names = args.only.split(",") if args.only else ["embedded", *SAFE, *GGUF]
+    with tempfile.TemporaryDirectory() as folder:
+        made = {name: EMBEDDED if name == "embedded" else convert(name, (args.keep or Path(folder)) / name) for name in names}
+        rows = speed_rows(made, args.json) if args.speed else quality_rows(made, args.lines, args.json)
     if args.json:
         print(json.dumps(rows))
     return 0
+
+
+def speed_rows(made: dict[str, Path], quiet: bool) -> list[dict[str, Any]]:
+    rows = []
+    for name, path in made.items():
+        tok_s, ratio = speeds(path)
+        rows.append({"format": name, "tok_s": tok_s, "ratio": ratio})
+        if not quiet:
+            print(f"{name:20} {tok_s:7.0f} tok/s  {ratio:5.2f} x embedded", flush=True)
+    return rows
+
+
+def quality_rows(made: dict[str, Path], count: int, quiet: bool) -> list[dict[str, Any]]:
+    texts = [json.loads(line)["text"] for line in TEXT.read_text().splitlines() if line.strip()]
+    lines = texts[::max(1, len(texts) // count)][:count]
+    original, _ = logits(None, "f32", lines)
+    rows = []
+    if not quiet:
+        print("format                   MB packed as         kept    error    KL own KL original  top-1")
+    for name, path in made.items():
+        nbytes = path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.glob("*.safetensors"))
+        own, _ = logits(path, "f32", lines)
+        got, row = logits(path, "auto", lines)
+        (kl_own, _), (kl, top) = divergence(own, got), divergence(original, got)
+        rows.append(row | {"format": name, "nbytes": nbytes, "kl_own": kl_own, "kl": kl, "top1": top})
+        if not quiet:
+            kept = "yes" if row["kept"] else "no"
+            print(f"{name:20} {nbytes / 1e6:6.1f} {row['packed']:>16} {kept:>5} {row['error']:8.1e} {kl_own:9.1e} {kl:11.1e} {top:6.4f}", flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -210,6 +210,43 @@ def test_gptq_with_and_without_act_order(group, act_order, v2, bits, format, exa
         assert np.allclose((mine @ ours[0].T * (mine @ ours[1].T)) @ ours[2].T, (x @ gate.T * (x @ up.T)) @ down.T, rtol=1e-5, atol=1e-6)
 
 
+def by_gptqmodel(w, group, act_order, layout, bits):
+    """The library's own packing of a matrix, and its own dequantization of that."""
+    from types import SimpleNamespace
+
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
+    from gptqmodel.quantization.config import FORMAT
+    from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
+    (N, K), top = w.shape, 2**bits - 1
+    order = torch.randperm(K, generator=torch.Generator().manual_seed(5)) if act_order else torch.arange(K)
+    g_idx = torch.empty(K, dtype=torch.int32)
+    g_idx[order] = torch.arange(K, dtype=torch.int32) // group
+    parts = [w[:, g_idx == g] for g in range(K // group)]
+    scales = torch.stack([((p.amax(1) - p.amin(1)) / top).half().float() for p in parts], 1)
+    zeros = torch.stack([torch.round(-p.amin(1) / s).clamp(1, top) for p, s in zip(parts, scales.T, strict=True)], 1)
+    linear, shape = torch.nn.Linear(K, N, bias=False), {"bits": bits, "group_size": group, "sym": False, "desc_act": act_order, "in_features": K, "out_features": N}
+    linear.weight.data = w
+    made = AwqTorchLinear(**shape, register_buffers=True) if layout == "awq" else TorchLinear(**shape, format=FORMAT.GPTQ_V2)
+    made.pack(linear, scales, zeros, g_idx)
+    made.post_init()
+    value = made(torch.eye(K, dtype=torch.float16)).T.float() if layout == "awq" else made.dequantize_weight().T.float()
+    if layout == "gptq":
+        convert_gptq_v2_to_v1_format_module(made, SimpleNamespace(bits=bits, pack_dtype=torch.int32))
+    stored = {k: getattr(made, k).detach().clone() for k in ("qweight", "qzeros", "scales")}
+    return stored | ({} if layout == "awq" else {"g_idx": made.g_idx.clone()}), value
+
+
+@pytest.mark.parametrize(("layout", "act_order", "bits"), [("gptq", False, 4), ("gptq", True, 4), ("gptq_v2", True, 8), ("gptq", False, 8), ("gptq_v2", False, 2), ("awq", False, 4)])
+def test_what_gptqmodel_packs_is_read_as_it_reads_it(layout, act_order, bits, tmp_path):
+    pytest.importorskip("gptqmodel", reason="gptqmodel is not installed")
+    quant = {"quant_method": "awq", "bits": 4, "version": "gemm"} if layout == "awq" else {
+        "quant_method": "gptq", "bits": bits, "group_size": 64, "desc_act": act_order, "sym": False, "checkpoint_format": layout}
+    want = publish(tmp_path, lambda w: by_gptqmodel(w, 64, act_order, layout, bits), quant, lambda n: "experts" in n or "_proj" in n)
+    c = check(tmp_path, want, f"{quant['quant_method']}_int{bits}_g64", True, 2e-3)          # the library's products are fp16
+    assert str(bank.load(c).filled.origins[0]).endswith(", exact")
+
+
 def test_gate_and_up_in_different_orders_are_measured_and_said(tmp_path):
     turned = iter(range(1000))
 
