@@ -177,6 +177,8 @@ def values(format: Format, codes: Array, fields: Fields) -> Array:
         return scale * (q - of("zeros"))
     if "minimums" in head:
         return scale * q - of("minimums").astype(np.float64) * of("least")
+    if "offsets" in head:
+        return scale * q + of("offsets").astype(np.float64)
     return scale * (q if c.table else q - c.zero)
 
 
@@ -209,6 +211,12 @@ def nearest_e2m1(x: Array) -> Array:
     return code | np.where(x < 0, np.uint8(8), np.uint8(0))
 
 
+def _nearest(c: Coded, x: Array) -> Array:
+    """Codes of the table's values nearest to x."""
+    table = np.array(c.table, np.float32) - np.float32(c.zero)
+    return np.searchsorted((table[1:] + table[:-1]) / 2, x).astype(np.uint8)
+
+
 def quantize(format: Format, w: Array) -> tuple[Array, dict[str, Array]]:
     """float32 [rows, cols] -> codes and fields near it: scales by the largest magnitude, or by the least and the largest."""
     c = coded(format)
@@ -235,9 +243,16 @@ def quantize(format: Format, w: Array) -> tuple[Array, dict[str, Array]]:
         q = np.clip(np.rint(_over(g, scale[..., None])) + zero[..., None], bottom, most)
         f = next(f for f in c.head if f.name == "zeros")
         return _flat(q, w).astype(np.uint8 if most == 15 else np.int8), {"scales": scale, "zeros": zero.astype(f.dtype)}
+    if "offsets" in c.names:
+        low = np.clip(g.min(-1), -65504, 65504).astype(np.float16).astype(np.float32)
+        scale = ((g.max(-1) - low) / np.float32((1 << format.bits) - 1)).clip(0, 65504).astype(np.float16).astype(np.float32)
+        q = np.clip(np.rint(_over(g - low[..., None], scale[..., None])), 0, (1 << format.bits) - 1)
+        return _flat(q, w).astype(np.uint8), {"scales": scale, "offsets": low}
     scale = top / np.float32(127)
     if format.scale == "f16":
         scale = np.minimum(scale, 65504).astype(np.float16).astype(np.float32)
+    if c.table:
+        return _flat(_nearest(c, _over(g, scale[..., None])), w), {"scales": scale}
     return _flat(np.clip(np.rint(_over(g, scale[..., None])), -127, 127), w).astype(np.int8), {"scales": scale}
 
 
@@ -246,7 +261,7 @@ def _quantize_super(format: Format, g: Array, w: Array) -> tuple[Array, dict[str
     c = coded(format)
     x = g.reshape(len(g), -1, 256 // c.group, c.group)
     if format.scale == "i8":
-        scale, most = np.abs(x).max(-1) / np.float32(31), 127
+        scale, most = np.abs(x).max(-1) / np.float32(c.zero if c.table else 3 if format.name == "q3_k" else c.zero - 1), 127
         low = np.zeros_like(scale)
     else:
         low, most = np.minimum(x.min(-1), 0), 63
@@ -255,7 +270,10 @@ def _quantize_super(format: Format, g: Array, w: Array) -> tuple[Array, dict[str
     s, m = (np.clip(np.rint(_over(v, h[..., None])), 0, most) for v, h in zip((scale, -low), half, strict=True))
     real, least = s * half[0][..., None], m * half[1][..., None]
     add = c.zero if format.scale == "i8" else 0
-    q = np.clip(np.rint(_over(x + least[..., None], real[..., None])) + add, 0, (1 << format.bits) - 1).astype(np.uint8)
+    lowest, highest = (4, 11) if format.name == "q3_k" else (0, (1 << format.bits) - 1)
+    q = np.clip(np.rint(_over(x + least[..., None], real[..., None])) + add, lowest, highest).astype(np.uint8)
+    if c.table:
+        q = _nearest(c, _over(x, real[..., None]))
     f = c.head[0]
     count = -(-w.shape[1] // c.group)
     fields = {"scales": _flat(s, np.empty((len(w), count))).astype(f.dtype), "supers": half[0]}

@@ -33,7 +33,8 @@ class Coded:
     codes: "nibble", 8 lines of 64 B, byte n·4 + kk of line j holds q[n, 4j + kk] in its low and q[n, 32 + 4j + kk] in its high nibble;
     "byte", 16 lines, byte n·4 + kk of line i is q[n, 4i + kk]. `planes`: upper bits that nibbles lack, as 32-bit words of rows: bit
     8·kk + planes·(j % (8/planes)) + i of word n of line (half · planes + j // (8/planes)) is upper bit i of q[n, 32·half + 4j + kk].
-    weight = (table[q] − zero) · scale, less a minimum where the head has "minimums" or "zeros" (scale · zero). `group`: columns per scale.
+    weight = (table[q] − zero) · scale, less a minimum where the head has "minimums" or "zeros" (scale · zero), or q · scale + offset where it has
+    "offsets". `group`: columns per scale.
     """
     codes: str
     head: tuple[Field, ...]
@@ -70,7 +71,7 @@ class Coded:
     @property
     def shifts(self) -> bool:
         """True when a group's weights have something added to them: a minimum, or a zero point of its own."""
-        return bool({"minimums", "zeros"} & set(self.names))
+        return bool({"minimums", "zeros", "offsets"} & set(self.names))
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Format:
 
 
 E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)        # twice the four-bit float, plus 12
+IQ4 = (0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240)     # ggml's sixteen values, plus 127
 
 SUPER = (Field("scales", "u1", 2), Field("minimums", "u1", 2), Field("supers", "f2", 1), Field("least", "f2", 1))
 
@@ -124,6 +126,11 @@ FORMATS: dict[str, Format] = {f.name: f for f in (
     _row("q4_k", 13, "u6", 4, Coded("nibble", SUPER, 32, 8)),
     _row("q5_k", 14, "u6", 5, Coded("nibble", SUPER, 32, 16, 1)),
     _row("q6_k", 15, "i8", 6, Coded("nibble", (Field("scales", "i1", 4), Field("supers", "f2", 1)), 16, 32, 2)),
+    _row("q3_k", 16, "i8", 4, Coded("nibble", (Field("scales", "i1", 4), Field("supers", "f2", 1)), 16, 8)),      # three bits, plus 4
+    _row("q4_1", 17, "f16", 4, Coded("nibble", (Field("scales", "f2", 2), Field("offsets", "f2", 2)), 32, 8)),
+    _row("q5_1", 18, "f16", 5, Coded("nibble", (Field("scales", "f2", 2), Field("offsets", "f2", 2)), 32, 16, 1)),
+    _row("iq4_nl", 19, "f16", 4, Coded("nibble", (Field("scales", "f2", 2),), 32, 127, 0, IQ4)),
+    _row("iq4_xs", 20, "i8", 4, Coded("nibble", (Field("scales", "i1", 2), Field("supers", "f2", 1)), 32, 127, 0, IQ4)),
 )}
 
 

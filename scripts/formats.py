@@ -31,6 +31,7 @@ from hetero.llm import LLM
 from hetero.memory.bank import dequantize
 from hetero.request import Sampling
 from hetero.weights.checkpoint import Checkpoint
+from hetero.weights.ggml import IQ4
 from hetero.weights.source import EMBEDDED, open_source
 from hetero.weights.stored import E2M1
 
@@ -120,7 +121,7 @@ SAFE: dict[str, tuple[dict[str, Any] | None, Callable[[Tensor], Parts]]] = {
     "awq_g128": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
     "fp8_block": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8_block), "fp8_channel": (CT, fp8_channel),
     "mxfp4": (CT, mxfp4), "nvfp4": (CT, nvfp4)}
-GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4", "Q6_K", "Q5_K", "Q4_K")
+GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL", "MXFP4", "Q6_K", "Q5_K", "Q4_K")
 
 
 def halves(value: np.ndarray) -> np.ndarray:
@@ -140,6 +141,13 @@ def q45_k(w: np.ndarray, bits: int) -> np.ndarray:
     pairs = q.reshape(-1, 4, 2, 32) & 15
     high = [((q >> 4) << np.arange(8, dtype=np.uint8)[:, None]).sum(1, dtype=np.uint8)] if bits == 5 else []
     return np.concatenate([halves(d), halves(m), packed, *high, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)], 1)
+
+
+def iq4_nl(w: np.ndarray) -> np.ndarray:
+    x, table = w.reshape(-1, 32), IQ4.astype(np.float32)
+    d = (np.abs(x).max(-1) / 127).astype(np.float16)
+    q = np.searchsorted((table[1:] + table[:-1]) / 2, x / np.maximum(d.astype(np.float32), 1e-12)[:, None]).astype(np.uint8)
+    return np.concatenate([halves(d), q[:, :16] | q[:, 16:] << 4], 1)
 
 
 def q6_k(w: np.ndarray) -> np.ndarray:
@@ -203,7 +211,7 @@ def write_gguf(kind: str, c: Checkpoint, out: Path) -> Path:
             value = np.stack([dequantize(getattr(c.expert(l, e), part)) for e in range(config["num_experts"])])
             use = kind if not kind.endswith("_K") or value.shape[-1] % 256 == 0 else "Q8_0"
             number = library.GGMLQuantizationType[use]
-            made = {"Q4_K": lambda v: q45_k(v, 4), "Q5_K": lambda v: q45_k(v, 5), "Q6_K": q6_k}.get(use)
+            made = {"Q4_K": lambda v: q45_k(v, 4), "Q5_K": lambda v: q45_k(v, 5), "Q6_K": q6_k, "IQ4_NL": iq4_nl}.get(use)
             raw = library.quants.quantize(value, number) if made is None else made(value).reshape(*value.shape[:2], -1)
             w.add_tensor(name, raw, raw_dtype=number)
     w.write_header_to_file()

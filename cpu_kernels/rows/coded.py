@@ -51,7 +51,12 @@ def at_once(format: Format, body: str) -> tuple[int, ...]:
 
 def zero_of(c: Coded, body: str) -> int:
     """The zero point that starts take away: bytes are signed, and moved up by 128 where they meet an unsigned operand."""
-    return c.zero if c.codes == "nibble" else 128 if "vnni" in body else 0
+    return 0 if signed(c, body) else c.zero if c.codes == "nibble" else 128 if "vnni" in body else 0
+
+
+def signed(c: Coded, body: str) -> bool:
+    """True for nibbles whose table AVX2 cannot multiply unsigned, for sums of two products must fit 16 bits: it multiplies them as signed bytes."""
+    return body == "avx2" and max(c.table, default=0) > 127
 
 
 def starts_of(c: Coded) -> int:
@@ -60,7 +65,7 @@ def starts_of(c: Coded) -> int:
 
 def wraps(c: Coded, body: str) -> bool:
     """True where starts are pairs of int16."""
-    return body == "avx2" and c.codes == "nibble"
+    return body == "avx2" and c.codes == "nibble" and not signed(c, body)
 
 
 # ---- codes -------------------------------------------------------------------------------------------------------------------------
@@ -81,6 +86,12 @@ def look_up(b: Builder, body: str, table: tuple[int, ...], index: Value) -> Valu
     def least(n: int) -> Value:
         """1 in bytes where the magnitude is at least n."""
         return b.and_(b.lshr(b.add(m, every(8 - n)), const(index.type, 3)), every(1))
+    if max(table) > 24:
+        found = every(0)
+        for i, v in enumerate(table):                # 1 in bytes that are i, times the entry
+            other = b.lshr(b.add(b.xor(index, every(i)), every(15)), const(index.type, 4))
+            found = b.add(found, b.mul(b.and_(b.xor(other, every(1)), every(1)), const(index.type, v)))
+        return found
     m = b.and_(index, every(7))                      # E2M1 without a table: 0 1 2 3 4 6 8 12 about 12
     top = least(7)
     v = b.add(b.add(m, least(5)), b.add(b.add(least(6), top), b.shl(top, const(index.type, 1))))
@@ -180,6 +191,8 @@ def shift_of(b: Builder, format: Format, body: str, w: Value, half: int, first: 
     if "zeros" in c.names:
         z = _field(b, c, "zeros", w, 0 if c.group == 64 else half, first, n, body)
         return b.fmul(s, b.sitofp(b.sub(const(z.type, c.zero), z), real))
+    if "offsets" in c.names:
+        return fma(b, s, const(real, float(c.zero)), _field(b, c, "offsets", w, half, first, n, body))
     m = b.fmul(b.sitofp(_field(b, c, "minimums", w, half, first, n, body), real), _field(b, c, "least", w, 0, first, n, body))
     return fma(b, s, const(real, float(c.zero)), b.fneg(m))
 
@@ -204,7 +217,9 @@ def unpacker(b: Builder, format: Format, body: str, w: Value) -> Any:
 
 def _ready(b: Builder, c: Coded, body: str, raw: Value) -> tuple[Value, ...]:
     """Bytes as the body multiplies them: (bytes,), or for AVX2's signed ones (bytes, their magnitudes)."""
-    if c.codes == "nibble" or body == "generic":
+    if signed(c, body):
+        raw = b.bitcast(b.sub(b.bitcast(raw, vec(I8, 32)), const(vec(I8, 32), c.zero)), raw.type)
+    elif c.codes == "nibble" or body == "generic":
         return (raw,)
     if body == "avx2":
         return raw, b.bitcast(call(b, "abs", b.bitcast(raw, vec(I8, 32)), const(I1, 0)), raw.type)
@@ -218,7 +233,7 @@ def _add(b: Builder, c: Coded, body: str, total: Value, w: tuple[Value, ...], x:
             total = b.add(total, b.mul(byte(b, w[0], kk, c.codes == "byte"), byte(b, x, kk, True)))
         return total
     if body == "avx2":
-        if c.codes == "nibble":
+        if c.codes == "nibble" and not signed(c, body):
             return kept(b, b.bitcast(b.add(b.bitcast(total, vec(ir.IntType(16), 16)), maddubs(b, w[0], x)), total.type))
         return kept(b, b.add(total, pair_sums(b, maddubs(b, w[1], sign_of(b, x, w[0])))))
     total = dpbusd(b, total, w[0], x)

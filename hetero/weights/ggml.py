@@ -64,12 +64,16 @@ def iq4_nl(b: np.ndarray) -> np.ndarray:
     return half(b, 0) * IQ4[pairs(b[:, 2:])]
 
 
-def iq4_xs(b: np.ndarray) -> np.ndarray:
+def scales_iq4_xs(b: np.ndarray) -> np.ndarray:
+    """int8 [n, 8]"""
     high = np.ascontiguousarray(b[:, 2:4]).view(np.uint16)
     low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], 2).reshape(-1, 8)
-    scale = (low | ((high >> (2 * np.arange(8, dtype=np.uint16))) & 3).astype(np.uint8) << 4).astype(np.int8) - 32
+    return (low | ((high >> (2 * np.arange(8, dtype=np.uint16))) & 3).astype(np.uint8) << 4).astype(np.int8) - np.int8(32)
+
+
+def iq4_xs(b: np.ndarray) -> np.ndarray:
     q = pairs(b[:, 8:].reshape(-1, 16)).reshape(-1, 8, 32)
-    return ((half(b, 0) * scale)[:, :, None] * IQ4[q]).reshape(-1, 256)
+    return ((half(b, 0) * scales_iq4_xs(b))[:, :, None] * IQ4[q]).reshape(-1, 256)
 
 
 def scales_k4(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -111,14 +115,22 @@ def q2_k(b: np.ndarray) -> np.ndarray:
     return (scale[:, :, None] * twos(b[:, 16:80]) - least[:, :, None]).reshape(-1, 256)
 
 
-def q3_k(b: np.ndarray) -> np.ndarray:
+def scales_q3_k(b: np.ndarray) -> np.ndarray:
+    """int8 [n, 16]"""
     packed = b[:, 96:108]
     low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], 1)
     high = ((packed[:, None, 8:] >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)) & 3).reshape(-1, 16)
-    scale = half(b, 108) * ((low | high << 4).astype(np.int8) - 32)
+    return (low | high << 4).astype(np.int8) - np.int8(32)
+
+
+def codes_q3_k(b: np.ndarray) -> np.ndarray:
+    """int8 [n, 16, 16], -4 .. 3"""
     mask = ((b[:, None, :32] >> np.arange(8, dtype=np.uint8).reshape(8, 1)) & 1).reshape(-1, 16, 16)
-    q = twos(b[:, 32:96]).astype(np.int8) - ((mask ^ 1) << 2).astype(np.int8)
-    return (scale[:, :, None] * q).reshape(-1, 256)
+    return twos(b[:, 32:96]).astype(np.int8) - ((mask ^ 1) << 2).astype(np.int8)
+
+
+def q3_k(b: np.ndarray) -> np.ndarray:
+    return ((half(b, 108) * scales_q3_k(b))[:, :, None] * codes_q3_k(b)).reshape(-1, 256)
 
 
 Kept = tuple[str, Callable[[np.ndarray, int], Codes]]
@@ -163,17 +175,20 @@ class Block:
 
 BLOCKS: dict[str, Block] = {
     "Q4_0": Block(2, 32, 18, 4, q4_0, kept("int4_g32", lambda b: {"codes": pairs(b[:, 2:]).astype(np.int8) - 8, "scales": half(b, 0)})),
-    "Q4_1": Block(3, 32, 20, 4, q4_1),
+    "Q4_1": Block(3, 32, 20, 4, q4_1, kept("q4_1", lambda b: {"codes": pairs(b[:, 4:]), "scales": half(b, 0), "offsets": half(b, 2)})),
     "Q5_0": Block(6, 32, 22, 5, q5_0, kept("q8_0", lambda b: {"codes": codes_q5_0(b), "scales": half(b, 0)})),
-    "Q5_1": Block(7, 32, 24, 5, q5_1),
+    "Q5_1": Block(7, 32, 24, 5, q5_1, kept("q5_1", lambda b: {
+        "codes": pairs(b[:, 8:]) | fifth_bits(b, 4), "scales": half(b, 0), "offsets": half(b, 2)})),
     "Q8_0": Block(8, 32, 34, 8, q8_0, kept("q8_0", lambda b: {"codes": b[:, 2:].view(np.int8), "scales": half(b, 0)})),
-    "Q2_K": Block(10, 256, 84, 2, q2_k), "Q3_K": Block(11, 256, 110, 3, q3_k),
+    "Q2_K": Block(10, 256, 84, 2, q2_k), "Q3_K": Block(11, 256, 110, 3, q3_k, kept("q3_k", lambda b: {
+        "codes": (codes_q3_k(b) + 8).view(np.uint8), "scales": scales_q3_k(b), "supers": half(b, 108)})),
     "Q4_K": Block(12, 256, 144, 4, q4_k, kept("q4_k", lambda b: super_k(b, halves_of_64(b[:, 16:])))),
     "Q5_K": Block(13, 256, 176, 5, q5_k, kept("q5_k", lambda b: super_k(b, codes_q5_k(b)))),
     "Q6_K": Block(14, 256, 210, 6, q6_k, kept("q6_k", lambda b: {
         "codes": codes_q6_k(b), "scales": b[:, 192:208].view(np.int8), "supers": half(b, 208)})),
-    "IQ4_NL": Block(20, 32, 18, 4, iq4_nl, kept("q8_0", lambda b: {"codes": IQ4[pairs(b[:, 2:])], "scales": half(b, 0)})),
-    "IQ4_XS": Block(23, 256, 136, 4, iq4_xs),
+    "IQ4_NL": Block(20, 32, 18, 4, iq4_nl, kept("iq4_nl", lambda b: {"codes": pairs(b[:, 2:]), "scales": half(b, 0)})),
+    "IQ4_XS": Block(23, 256, 136, 4, iq4_xs, kept("iq4_xs", lambda b: {
+        "codes": pairs(b[:, 8:].reshape(-1, 16)).reshape(-1, 256), "scales": scales_iq4_xs(b), "supers": half(b, 0)})),
     "MXFP4": Block(39, 32, 17, 4, mxfp4, kept("mxfp4", lambda b: {"codes": pairs(b[:, 1:]), "scales": b[:, :1]})),
 }
 PLAIN_TYPES = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}

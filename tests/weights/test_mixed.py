@@ -18,7 +18,7 @@ NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.
          "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
          "mlp.gate": "ffn_gate_inp"}
 Q4_K_M = [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q4_K", "Q4_K"), ("Q4_K", "Q4_K", "Q6_K"), ("Q5_K", "Q5_K", "Q6_K")]
-DYNAMIC = [("Q5_K", "Q5_K", "Q8_0"), ("MXFP4", "MXFP4", "Q5_0"), ("Q4_K", "Q5_K", "Q6_K"), ("Q4_K", "Q4_K", "Q4_1")]
+DYNAMIC = [("Q5_K", "Q5_K", "Q8_0"), ("Q4_1", "Q4_1", "Q5_1"), ("Q4_K", "Q5_K", "Q6_K"), ("Q4_K", "Q4_K", "BF16")]
 WIDE = [("Q4_K", "Q4_K", "Q6_K")]
 
 
@@ -81,7 +81,7 @@ def layers_said(llm):
 
 @pytest.mark.parametrize(("layers", "shape", "said"), [
     (Q4_K_M, {}, ["q4_k+q6_k -> q4_k+q6_k, exact", "q4_k -> q4_k, exact", "q4_k+q6_k -> q4_k+q6_k, exact", "q5_k+q6_k -> q5_k+q6_k, exact"]),
-    (DYNAMIC, {}, ["q5_k+q8_0 -> q5_k+q8_0, exact", "mxfp4+q5_0 -> mxfp4+q8_0, exact", "q4_k+q5_k+q6_k -> int8_g32+q6_k, error", "q4_k+q4_1 -> q4_k+int4_g32, error"]),
+    (DYNAMIC, {}, ["q5_k+q8_0 -> q5_k+q8_0, exact", "q4_1+q5_1 -> q4_1+q5_1, exact", "q4_k+q5_k+q6_k -> int8_g32+q6_k, error", "q4_k+bf16 -> q4_k+int4_g32, error"]),
     pytest.param(WIDE, {"hidden": 2048, "inter": 768}, ["q4_k+q6_k -> q4_k+q6_k, exact"], marks=pytest.mark.slow)], ids=["q4_k_m", "dynamic", "wide"])
 @torch.no_grad()
 def test_every_matrix_is_kept_in_its_own_format_and_answers_as_transformers_does(layers, shape, said, formats, make, tmp_path):
