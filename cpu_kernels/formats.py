@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ROWS, COLS, GROUP = 16, 64, 32
-ORDERED = ",ordered"                                 # behind the name of a format: each expert has an order of its inputs
+ORDERED = ":ordered"                                 # behind the name of a format: each expert has an order of its inputs
 
 
 def padded(n: int, to: int) -> int:

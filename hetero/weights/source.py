@@ -205,6 +205,7 @@ def open_source(name: str | Path | None, fetch: Callable[[str], Path] | None = N
     if path.is_symlink():
         raise BadCheckpoint(f"{name}: a link to {path.readlink()}, which is not there", "the hub cache lost a file: fetch the model again")
     if fetch is None or not HUB_NAME.match(str(name)):
-        raise BadCheckpoint(f"{name}: no such folder", "a path to a folder or a GGUF file, or a hub name like Qwen/Qwen3-30B-A3B")
+        raise BadCheckpoint(f"{name}: no such {'file' if path.suffix == '.gguf' else 'folder'}",
+                            "a path to a folder or a GGUF file, or a hub name like Qwen/Qwen3-30B-A3B")
     found = fetch(str(name))
     return open_gguf(found, str(name)) if found.is_file() else open_folder(found, str(name), weights)

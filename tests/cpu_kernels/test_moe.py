@@ -68,8 +68,8 @@ def test_equals_the_twin_given_the_same_rounded_activations(team, isa, format, h
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_an_order_of_inputs_gives_the_bits_of_inputs_that_came_in_that_order(team, isa, gated):
-    ordered, plainly = (make(f"int4_g32+q6_k{mark}", hidden=200, inter=100, gated=gated) for mark in (",ordered", ""))
-    assert ordered.form == "int4_g32+q6_k,ordered" and np.array_equal(ordered.orders[3], np.arange(200)) and plainly.orders is None
+    ordered, plainly = (make(f"int4_g32+q6_k{mark}", hidden=200, inter=100, gated=gated) for mark in (":ordered", ""))
+    assert ordered.form == "int4_g32+q6_k:ordered" and np.array_equal(ordered.orders[3], np.arange(200)) and plainly.orders is None
     ordered.orders[:] = np.stack([np.random.default_rng(e).permutation(200) for e in range(6)])
     layer, other = ExpertLayer(ordered, isa=isa), ExpertLayer(plainly, isa=isa)
     for tokens, k in ((1, 1), (1, 4), (2, 1), (37, 3)):

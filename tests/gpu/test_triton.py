@@ -100,7 +100,7 @@ def launch_all(dtype, kv_dtype, card):
     for answer in (awaited, dataclasses.replace(awaited, hits=z(4, 2048, dtype=f32)).plus(z(4, 2048), z(4, 1))):
         answer.add_norm(z(4, 2048), z(2048, dtype=f32), 1e-6, None, 1.0)
     mailbox.end(1 << 40, to[1])
-    for format, tokens in (("int4_g32", 4), ("int4_g32", 512), ("int8_g32", 4), ("bf16", 4), ("f32", 4), ("int4_g32,ordered", 4),
+    for format, tokens in (("int4_g32", 4), ("int4_g32", 512), ("int8_g32", 4), ("bf16", 4), ("f32", 4), ("int4_g32:ordered", 4),
                            *((f, 4) for f in FORMATS if FORMATS[f].code > 3)):
         shape = experts.Shape(format, 8, 2048, 768, True, spec.Act())
         grouped = experts.group(torch.zeros(tokens, 8, dtype=i32), z(tokens, 8, dtype=f32), 8)

@@ -293,7 +293,7 @@ def test_eight_bit_products_equal_those_with_the_dequantized_matrix(T, N, K):
 
 EXPERTS = [
     ("int4_g32", spec.Act(), True, False, "output"), ("int8_g32", spec.Act(), True, False, "output"), ("bf16", spec.Act(), True, False, "input"),
-    ("f32", spec.Act("silu", 1.702, 7.0, 1.0), True, True, "output"), ("int4_g32", spec.Act("relu2"), False, False, "output"), ("mxfp4+q6_k", spec.Act(), True, False, "output"), ("int4_g32,ordered", spec.Act(), True, False, "output"),
+    ("f32", spec.Act("silu", 1.702, 7.0, 1.0), True, True, "output"), ("int4_g32", spec.Act("relu2"), False, False, "output"), ("mxfp4+q6_k", spec.Act(), True, False, "output"), ("int4_g32:ordered", spec.Act(), True, False, "output"),
     *(pytest.param(f, spec.Act(), True, False, "output", marks=[] if f in ("mxfp4", "q6_k") else pytest.mark.slow) for f in FORMATS if FORMATS[f].code > 3),
 ]
 

@@ -201,7 +201,7 @@ def test_gptq_with_and_without_act_order(group, act_order, v2, bits, format, exa
     want = publish(tmp_path, lambda w: gptq(w, group, act_order, v2, bits), quant, lambda n: "experts" in n or "_proj" in n)
     c = check(tmp_path, want, format, exact, 1e-6)
     b = bank.load(c)
-    assert b.stores[0].form.endswith(",ordered") == act_order and str(b.filled.origins[0]) == f"{format} -> {b.stores[0].form}, exact"
+    assert b.stores[0].form.endswith(":ordered") == act_order and str(b.filled.origins[0]) == f"{format} -> {b.stores[0].form}, exact"
     for e in range(2):                                                                       # one expert as a function of its input
         gate, up, down = (want[f"expert.{n}", 0, e].astype(np.float64) for n in ("gate", "up", "down"))
         x = np.random.default_rng(e).standard_normal((3, gate.shape[1]))
@@ -257,7 +257,7 @@ def test_gate_and_up_in_different_orders_are_measured_and_said(tmp_path):
         return gptq(w, 64, False)
     publish(tmp_path, encode, {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True, "sym": False})
     origin = bank.load(open_(tmp_path)).filled.origins[0]
-    assert not origin.kept and 1e-3 < origin.error < 0.2 and origin.format == "int4_g64z,ordered"
+    assert not origin.kept and 1e-3 < origin.error < 0.2 and origin.format == "int4_g64z:ordered"
 
 
 def awq(w, group=64):
