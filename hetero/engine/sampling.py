@@ -107,21 +107,26 @@ def pick_by_row(logits: Tensor, scores: Tensor, draws: Row[Draw]) -> Picked:
 
 
 def _draw_row(row: np.ndarray, peak: float, draw: Draw) -> int:
-    """One token from one row of scores [V] whose best is `peak`."""
+    """One token from one row of scores [V] whose best is `peak`. What is not among the candidates is read, and weighed only where its sum counts."""
     s, u = draw.sampling, uniform(draw.seed, draw.at, draw.stream)
     top_k = s.top_k if 0 < s.top_k < len(row) else len(row)
+    every = top_k == len(row)
     with np.errstate(over="ignore", under="ignore"):
-        weight = np.exp((row - np.float32(peak)) * np.float32(1.0 / s.temperature))
-    total = weight.sum(dtype=np.float64)
-    share = s.top_p if s.top_p < 1.0 else u                             # of the mass: what must be among the candidates
-    for reach in REACHES:
-        ids = np.flatnonzero(weight >= reach)
-        if len(ids) >= top_k or (top_k == len(row) and (s.min_p > reach or weight[ids].sum(dtype=np.float64) > share * total * (1 + 1e-6))):
-            break
-    order = _ordered(row[ids], ids)[:top_k]
-    w = weight[order].astype(np.float64)
+        x = row - np.float32(peak)
+        x *= np.float32(1.0 / s.temperature)                            # logarithms of weights, the best one's is 0
+        weight = np.exp(x) if every and (s.top_p < 1.0 or s.min_p == 0.0) else None
+        total = 0.0 if weight is None else float(weight.sum())
+        share = s.top_p if s.top_p < 1.0 else u                         # of the mass: what must be among the candidates
+        for reach in REACHES:
+            ids = np.flatnonzero(x >= np.float32(math.log(reach))) if reach else np.arange(len(x))
+            if len(ids) >= top_k or (every and s.min_p > reach):
+                break
+            if weight is not None and float(weight[ids].sum()) > share * total * (1 + 1e-5):
+                break
+        order = _ordered(row[ids], ids)[:top_k]
+        w = np.exp(x[order]).astype(np.float64)
     upto = w.cumsum()
-    kept, mass = len(order), total if top_k == len(row) else upto[-1]
+    kept, mass = len(order), total if every else upto[-1]
     if s.top_p < 1.0:
         kept = max(1, int(np.searchsorted(upto - w, s.top_p * mass)))
     if s.min_p > 0.0:
