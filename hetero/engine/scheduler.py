@@ -56,10 +56,10 @@ class Sequence:
     prompt_scores: list[TokenLogprob | None] = field(default_factory=list)
     urgent: bool = False                 # has waited beyond patience
     trouble: str | None = None           # what its mask or watcher failed with
+    prompt_length: int = field(init=False)
 
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt)
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.request.prompt)
 
     @property
     def generated(self) -> int:
@@ -130,7 +130,7 @@ class Scheduler:
     def __init__(self, pages: Pages, limits: Limits, pace: Pace) -> None:
         self.pages, self.limits, self.pace = pages, limits, pace
         self.waiting: list[Sequence] = []                  # in order of `key`
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []                  # too: a key changes only while its sequence waits
         self.rows = list(range(limits.max_batch - 1, -1, -1))
         self.preempted = 0
 
@@ -160,7 +160,7 @@ class Scheduler:
         """Pages for `tokens` tokens of a running sequence, if need be from those who come after it; False: it had to give way itself."""
         self.pages.retire(sequence.table, sequence.computed)
         while not self.pages.extend(sequence.table, tokens):
-            victim = max(self.running, key=lambda s: s.key)
+            victim = self.running[-1]
             self._preempt(victim, now)
             if victim is sequence:
                 return False
@@ -175,7 +175,7 @@ class Scheduler:
         """The next step: empty when there is nothing to run. Every running sequence that decodes gets its token, before any prompt does."""
         self._age(now)
         work: list[Work] = []
-        ordered = sorted(self.running, key=lambda s: s.key)
+        ordered = list(self.running)
         for sequence in ordered:
             if sequence.row >= 0 and sequence.computed == sequence.length - 1 and self._room(sequence, sequence.length, now):
                 work.append(Work(sequence, 1))
@@ -256,7 +256,7 @@ class Scheduler:
                     sequence.cache_miss = match.miss if sequence.computed == match.tokens else f"evicted@tok {sequence.computed}"
                     if sequence.scoring:
                         sequence.cache_miss = "prompt_logprobs"
-                self.running.append(sequence)
+                bisect.insort(self.running, sequence, key=lambda s: s.key)
                 return sequence
             if sequence.urgent:
                 return None
@@ -271,6 +271,6 @@ class Scheduler:
         """Raises AssertionError when a row or a page is lost; called when idle and by tests."""
         assert sorted([*self.rows, *(s.row for s in self.running)]) == list(range(self.limits.max_batch))
         assert all(s.row < 0 and not any(s.table.pages) for s in self.waiting)
-        assert [s.key for s in self.waiting] == sorted(s.key for s in self.waiting)
+        assert all([s.key for s in some] == sorted(s.key for s in some) for some in (self.waiting, self.running))
         assert all(0 <= s.computed < s.length for s in self.running)
         self.pages.check(s.table for s in self.running)

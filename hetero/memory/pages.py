@@ -69,6 +69,7 @@ class Pages:
         self.ghosts: OrderedDict[bytes, None] = OrderedDict()
         self.pending: deque[Copy | StateCopy] = deque()
         self.pools = tuple(Pool(g, size, page_size, self.pending, self._forget) for g, size in enumerate(sizes))
+        self.windowed = tuple(pool for pool in self.pools if pool.window is not None)
 
     @property
     def held(self) -> int:
@@ -248,13 +249,13 @@ class Pages:
     def retire(self, table: Table, tokens: int) -> None:
         """Gives back the pages that nobody who goes on after the last full page of `tokens` tokens sees; their content stays in the index while there
         is room."""
-        for g, pool in enumerate(self.pools):
-            line = table.pages[g]
+        for pool in self.windowed:
+            line, retired = table.pages[pool.group], table.retired[pool.group]
             first = min(pool.first(tokens // self.page_size * self.page_size), len(line))
-            for j in range(table.retired[g], first):
+            for j in range(retired, first):
                 pool.drop(line[j], passed=not self._stays(table, pool, j))
                 line[j] = -1
-            table.retired[g] = max(table.retired[g], first)
+            table.retired[pool.group] = max(retired, first)
 
     def close(self, table: Table) -> None:
         """Gives back everything `table` holds, the deepest page first, so that it is also evicted first."""
