@@ -9,7 +9,7 @@ from hetero.arch.fields import Fields
 from hetero.arch.names import HF, LAYER, MIXTRAL, glu, under
 from hetero.arch.names import delta_net as delta_net_names
 from hetero.arch.parts import PER_TOKEN, act, delta_net, gqa, layer_kinds, leading_dense, mla, model, router, sigmoid_moe, sparse_step, stack
-from hetero.arch.spec import Act, Layer, Model, MoE
+from hetero.arch.spec import GQA, Act, Layer, Model, MoE
 from hetero.errors import UnsupportedModel
 
 
@@ -219,31 +219,56 @@ def bailing_moe(f: Fields) -> Model:
     width = f.count("moe_intermediate_size")
     moe = MoE(router(f, ("num_experts",), PER_TOKEN, "softmax", f.flag("norm_topk_prob", default=True)), width,
               shared=width * f.count("num_shared_experts", default=0, least=0), act=act(f))
+    layers, unit = stack(f, attention, moe, leading_dense(f)), f.flag("norm_head", default=False)
+    return model(f, "bailing_moe", layers, _bailing_names(attention), unit_head=unit)
+
+
+def bailing_moe_v2(f: Fields) -> Model:
+    """Ling 2.0 and Ring: DeepSeek-V3's router over attention that norms its heads and turns half of each."""
+    f.expect(norm_head=False, norm_softmax=False, use_qk_norm=True, score_function="sigmoid", moe_router_enable_expert_bias=True, use_rmsnorm=True,
+             rotary_type=("default", "rope-1d"), router_dtype="fp32", using_split_qkv_in_self_attention=False, use_sliding_window=False)
+    f.skip("num_kv_heads_per_layer", "mtp_loss_scaling_factor", "sliding_window")
+    for key in ("partial_rotary_factor", "n_group", "topk_group"):
+        f(key)                           # its code's own defaults have differed: they must be written
+    bias, qkv = f.flag("use_bias", default=False), f.flag("use_qkv_bias", default=False)
+    attention = gqa(f, qk_norm="head", bias=qkv, out_bias=bias)
+    moe = sigmoid_moe(f, ("num_experts",), ("num_shared_experts",), f.count("moe_shared_expert_intermediate_size", default=None))
+    at = LAYER + "attention."
+    names = _bailing_names(attention) | {"attn.q_norm": at + "query_layernorm.weight", "attn.k_norm": at + "key_layernorm.weight",
+                                         "router.correction": LAYER + "mlp.gate.expert_bias"}
+    return model(f, "bailing_moe_v2", stack(f, attention, moe, leading_dense(f)), names)
+
+
+def _bailing_names(attention: GQA) -> dict[str, str]:
+    """q, k and v stand one above the other in one matrix."""
     at, q, kv = LAYER + "attention.", attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     rows = {"q": f"[0:{q}]", "k": f"[{q}:{q + kv}]", "v": f"[{q + kv}:{q + 2 * kv}]"}
     names = HF | {"embed": "model.word_embeddings.weight", "attn.o": at + "dense.weight", "attn.o.bias": at + "dense.bias"}
-    names |= {f"attn.{p}{b}": f"{at}query_key_value{b or '.weight'}{r}" for p, r in rows.items() for b in ("", ".bias")}
-    return model(f, "bailing_moe", stack(f, attention, moe, leading_dense(f)), names, unit_head=f.flag("norm_head", default=False))
+    return names | {f"attn.{p}{b}": f"{at}query_key_value{b or '.weight'}{r}" for p, r in rows.items() for b in ("", ".bias")}
 
 
 FAMILIES: dict[str, Callable[[Fields], Model]] = {
     "Qwen2MoeForCausalLM": qwen2_moe, "Qwen3MoeForCausalLM": qwen3_moe, "MixtralForCausalLM": mixtral, "OlmoeForCausalLM": olmoe,
-    "FlexOlmoForCausalLM": flex_olmo, "DeepseekForCausalLM": deepseek, "DeepseekV2ForCausalLM": deepseek_v2, "DeepseekV3ForCausalLM": deepseek_v3,
+    "FlexOlmoForCausalLM": flex_olmo, "DeepseekForCausalLM": deepseek, "DeepseekV2ForCausalLM": deepseek_v2, "KimiK2ForCausalLM": deepseek_v3,
+    "DeepseekV3ForCausalLM": deepseek_v3,
     "Glm4MoeForCausalLM": glm4_moe, "Glm4MoeLiteForCausalLM": glm4_moe_lite, "Dots1ForCausalLM": dots1, "GptOssForCausalLM": gpt_oss,
     "MiniMaxM2ForCausalLM": minimax_m2, "HunYuanMoEV1ForCausalLM": hunyuan_v1_moe, "Ernie4_5_MoeForCausalLM": ernie4_5_moe,
     "GraniteMoeForCausalLM": granitemoe, "GraniteMoeSharedForCausalLM": granitemoe, "PhimoeForCausalLM": phimoe, "PhiMoEForCausalLM": phimoe,
-    "BailingMoeForCausalLM": bailing_moe, "Qwen3NextForCausalLM": qwen3_next, "Qwen3_5MoeForCausalLM": qwen3_5_moe,
+    "BailingMoeForCausalLM": bailing_moe, "BailingMoeV2ForCausalLM": bailing_moe_v2,
+    "Qwen3NextForCausalLM": qwen3_next, "Qwen3_5MoeForCausalLM": qwen3_5_moe,
 }
 # Multimodal checkpoints whose text part is a known family: its row, and what stands for "model." and "lm_head" in their names.
 TEXT_PARTS: dict[str, tuple[Callable[[Fields], Model], str, str]] = {
     "Qwen3VLMoeForConditionalGeneration": (qwen3_vl_moe, "model.language_model.", "lm_head"),
     "Glm4vMoeForConditionalGeneration": (glm4v_moe, "model.language_model.", "lm_head"),
     "Qwen3_5MoeForConditionalGeneration": (qwen3_5_moe, "model.language_model.", "lm_head"),
+    "KimiVLForConditionalGeneration": (kimi_k25, "language_model.model.", "language_model.lm_head"),
     "KimiK25ForConditionalGeneration": (kimi_k25, "language_model.model.", "language_model.lm_head"),
 }
 BY_TYPE = {row.__name__: name for name, row in FAMILIES.items()} | {"phimoe": "PhiMoEForCausalLM", "granitemoeshared": "GraniteMoeSharedForCausalLM",
                                                                     "hunyuan": "HunYuanMoEV1ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}
-OUTER = ("image_", "video_", "vision_", "audio_", "media_", "mm_", "projector_", "projection_", "ignore_index", "use_unified_vision_chunk")
+OUTER = ("image_", "video_", "vision_", "audio_", "media_", "mm_", "projector_", "projection_", "ignore_index", "use_unified_vision_chunk",
+         "language_model_only")
 
 
 def native(config: dict[str, Any]) -> bool:
@@ -268,6 +293,7 @@ def read(config: dict[str, Any]) -> Model:
         outer = Fields(config)
         outer.skip("text_config", *(key for key in config if key.startswith(OUTER)))
         tied = outer.flag("tie_word_embeddings", default=None)
+        outer.expect(**{key: text[key] for key in ("vocab_size", "hidden_size") if key in text})          # said twice
         outer.done()
         f = Fields(text if tied is None else text | {"tie_word_embeddings": tied}, "text_config.")
         found = row(f)

@@ -69,14 +69,16 @@ def router(f: Fields, experts: tuple[str, ...], top_k: tuple[str, ...], score: s
     return r
 
 
-def sigmoid_moe(f: Fields) -> MoE:
-    """DeepSeek-V3's layer (arXiv 2412.19437), which GLM-4-MoE, GLM-4.7-Flash, Kimi-K2 and dots.llm1 share."""
+def sigmoid_moe(f: Fields, experts: tuple[str, ...] = ("n_routed_experts",), shared: tuple[str, ...] = ("n_shared_experts",),
+                shared_width: int | None = None) -> MoE:
+    """DeepSeek-V3's layer (arXiv 2412.19437), which GLM-4-MoE, GLM-4.7-Flash, Kimi-K2, dots.llm1 and Ling 2.0 share. `experts`, `shared`: the keys of
+    their counts; `shared_width`: of one shared expert, where it is not a routed one's."""
     f.expect(topk_method="noaux_tc", scoring_func=("sigmoid", "noaux_tc"), moe_layer_freq=1)
-    r = router(f, ("n_routed_experts",), PER_TOKEN, "sigmoid", f.flag("norm_topk_prob", default=True),
+    r = router(f, experts, PER_TOKEN, "sigmoid", f.flag("norm_topk_prob", default=True),
                scale=f.number("routed_scaling_factor", default=1.0), groups=f.count("n_group", default=1),
                top_groups=f.count("topk_group", default=1), group_score="top2", correction=True)
     width = f.count("moe_intermediate_size")
-    return MoE(r, width, shared=width * f.count("n_shared_experts", default=0, least=0), act=act(f))
+    return MoE(r, width, shared=(shared_width or width) * f.count(*shared, default=0, least=0), act=act(f))
 
 
 def stack(f: Fields, attention: GQA | MLA, moe: MoE, dense: Callable[[int], bool] = lambda i: False) -> list[Layer]:

@@ -30,6 +30,23 @@ def test_ling_is_granite_shared_without_multipliers_and_with_a_unit_head(make, o
     assert names["attn.k"].endswith("attention.query_key_value.weight[64:96]") and names["embed"] == "model.word_embeddings.weight"
 
 
+def test_ling_2_is_glm_4_5_under_other_names(make, oracle, tmp_path):
+    import transformers
+    glm = transformers.Glm4MoeConfig(**SHAPE | {"head_dim": 16}, intermediate_size=96, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2,
+                                     n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True, n_group=4, topk_group=2, routed_scaling_factor=2.5)
+    make.build(glm).save_pretrained(tmp_path)
+    theirs, found = oracle.load(tmp_path)
+    ling = families.read(SHAPE | {"architectures": ["BailingMoeV2ForCausalLM"], "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32,
+                                  "num_experts": 8, "num_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "use_qk_norm": True,
+                                  "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5, "score_function": "sigmoid",
+                                  "moe_router_enable_expert_bias": True, "router_dtype": "fp32", "moe_shared_expert_intermediate_size": 32})
+    assert ling.layers == theirs.layers
+    assert (relative(oracle, ling, found, IDS) - make.logits(tmp_path, IDS)).abs().max() < 1e-4
+    names = {t.key: t.name for t in tensors.of(ling) if t.layer in (None, 2)}
+    assert names["attn.v"].endswith("attention.query_key_value.weight[96:128]") and names["attn.q_norm"] == "model.layers.2.attention.query_layernorm.weight"
+    assert names["router.correction"] == "model.layers.2.mlp.gate.expert_bias" and names["shared.up"] == "model.layers.2.mlp.shared_experts.up_proj.weight"
+
+
 def test_a_unit_head_is_divided_by_its_columns_lengths_at_load(tmp_path):
     import json
 

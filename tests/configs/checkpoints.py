@@ -100,6 +100,17 @@ def _ling(hidden: int, inter: int, moe: int, heads: int, kv: int, layers: int, s
             "norm_head": True, "norm_softmax": False, "embedding_dropout": 0.0, "output_dropout": 0.0, "tie_word_embeddings": False, "hidden_act": "silu"} | more
 
 
+def _ling2(hidden: int, inter: int, moe: int, heads: int, kv: int, layers: int, dense: int, **more: Any) -> dict[str, Any]:
+    return {"architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe", "hidden_size": hidden, "intermediate_size": inter,
+            "moe_intermediate_size": moe, "moe_shared_expert_intermediate_size": moe, "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 128,
+            "num_hidden_layers": layers, "num_experts": 256, "num_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+            "norm_topk_prob": True, "routed_scaling_factor": 2.5, "score_function": "sigmoid", "moe_router_enable_expert_bias": True, "router_dtype": "fp32",
+            "first_k_dense_replace": dense, "partial_rotary_factor": 0.5, "use_qk_norm": True, "use_bias": False, "use_qkv_bias": False, "use_rmsnorm": True,
+            "vocab_size": 157184, "rms_norm_eps": 1e-6, "rope_theta": 600000, "rope_scaling": None, "max_position_embeddings": 32768,
+            "embedding_dropout": 0.0, "output_dropout": 0.0, "max_window_layers": 20, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "hidden_act": "silu", "num_nextn_predict_layers": 0, "mtp_loss_scaling_factor": 0} | more
+
+
 QWEN_TEXT = {k: v for k, v in _qwen3(2048, 6144, 768, 32, 48, 262144, 5000000).items() if k not in ("architectures", "tie_word_embeddings", "max_window_layers",
                                                                                                      "sliding_window", "use_sliding_window")}
 LEFTOVERS = {"add_cross_attention": False, "is_decoder": False, "is_encoder_decoder": False, "pruned_heads": {}, "torchscript": False, "top_k": 50, "num_beams": 1,
@@ -220,5 +231,14 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], float, float, str]] = {
                                 rope_parameters={"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}, tie_word_embeddings=False,
                                 pad_token_id=None), 2420, 95, "table; published 2.4T"),
     "Ling-lite": (_ling(2048, 5632, 1408, 16, 4, 28, 2, 6), 16.8, 2.75, "table"),
+    "Ling-mini-2.0": (_ling2(2048, 5120, 512, 16, 4, 20, 1), 16, 1.4, "table; total is 16.3"),
+    "Ling-flash-2.0": (_ling2(4096, 9216, 1024, 32, 4, 32, 1), 103, 6.1, "table, cut rather than rounded; published 100"),
+    "Kimi-VL-A3B": ({"architectures": ["KimiVLForConditionalGeneration"], "model_type": "kimi_vl", "media_placeholder_token_id": 163605, "ignore_index": -100,
+                     "pad_token_id": 0, "vocab_size": 163840, "vision_config": {}, "torch_dtype": "bfloat16",
+                     "text_config": {k: v for k, v in _deepseek(
+                         hidden_size=2048, intermediate_size=11264, moe_intermediate_size=1408, num_attention_heads=16, num_key_value_heads=16,
+                         num_hidden_layers=27, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, n_group=1, topk_group=1,
+                         routed_scaling_factor=2.446, first_k_dense_replace=1, q_lora_rank=None, vocab_size=163840, rope_theta=800000.0, rope_scaling=None,
+                         max_position_embeddings=131072, num_nextn_predict_layers=0).items() if k != "architectures"}}, 16, 3, "table"),
     "Ling-plus": (_ling(5376, 12288, 3072, 56, 8, 88, 1, 4), 291, 29, "table; published 290 / 28.8"),
 }
