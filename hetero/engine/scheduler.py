@@ -254,8 +254,8 @@ class Scheduler:
                 if not sequence.admitted:
                     sequence.admitted, sequence.cached_tokens = True, sequence.computed
                     sequence.cache_miss = match.miss if sequence.computed == match.tokens else f"evicted@tok {sequence.computed}"
-                    if sequence.scoring:
-                        sequence.cache_miss = "prompt_logprobs"
+                    if sequence.scoring or (table.salt and not sequence.computed):       # the request's own field keeps it from reusing
+                        sequence.cache_miss = "prompt_logprobs" if sequence.scoring else "cache_prompt"
                 bisect.insort(self.running, sequence, key=lambda s: s.key)
                 return sequence
             if sequence.urgent:

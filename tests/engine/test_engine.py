@@ -143,7 +143,7 @@ def test_a_model_with_states_goes_on_from_the_marks_of_its_prompt_and_its_answer
 def test_a_private_prompt_leaves_nothing_behind():
     engine = fake.engine()
     engine.add(Request("a", prompt(20), WARM, cache_prompt=False))
-    fake.run(engine)
+    assert fake.run(engine)[("a", 0)][0].cache_miss == "cache_prompt"
     assert len(engine.pages.pools[0].free) == engine.pages.pools[0].count and not engine.pages.index
 
 
