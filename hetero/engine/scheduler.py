@@ -14,7 +14,7 @@ from hetero.memory.pages import Pages, Table
 from hetero.request import Mask, Request, TokenLogprob, Watcher
 
 MARGIN = 0.7                             # of the bound is aimed at: cost grows along a prompt faster than it is learned
-LOOK = 32                                # waiting sequences considered in one step: the queue may be long
+LOOK, LOOK_PAGES = 32, 8192              # waiting sequences, and pages of theirs, considered in one step: the queue may be long
 
 
 @dataclass(frozen=True)
@@ -238,8 +238,11 @@ class Scheduler:
         if self.running and any(pool.available <= owed + len(self.running) for pool, owed in zip(self.pages.pools, promised, strict=True)):
             return None                                    # not even one page: no need to look for prefixes
         coming = {d for s in prompts for d in s.table.digests[s.table.committed:]}
+        looked = 0
         for sequence in self.waiting[:LOOK]:
-            table = sequence.table
+            table, looked = sequence.table, looked + sequence.length // self.pages.page_size
+            if looked > LOOK_PAGES and sequence is not self.waiting[0]:
+                return None
             limit = 0 if sequence.scoring else sequence.length - 1       # the last token is always evaluated
             match = self.pages.match(table, sequence.tokens[:sequence.length], limit)
             next_page = match.tokens // self.pages.page_size

@@ -35,6 +35,7 @@ class Table:
     salt: int = 0
     prompt: int = 0                      # tokens of its prompt in full pages, the last token not among them: others may go on from there
     digests: list[bytes] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)       # what the index had for the first of these, already compared token by token
     committed: int = 0                   # full pages already offered to the index
     moving: Entry | None = None          # holder of the mark that moves along
 
@@ -70,6 +71,7 @@ class Pages:
         self.pending: deque[Copy | StateCopy] = deque()
         self.pools = tuple(Pool(g, size, page_size, self.pending, self._forget) for g, size in enumerate(sizes))
         self.windowed = tuple(pool for pool in self.pools if pool.window is not None)
+        self.whole = tuple(pool.group for pool in self.pools if pool.window is None)
 
     @property
     def held(self) -> int:
@@ -91,30 +93,42 @@ class Pages:
             table.digests.append(parent)
 
     def _find(self, table: Table, tokens: np.ndarray, j: int) -> Entry | None:
-        entry = self.index.get(table.digests[j])
-        if entry is None or entry.tokens != tokens[j * self.page_size:(j + 1) * self.page_size].tobytes():
+        entry, known = self.index.get(table.digests[j]), table.entries
+        if entry is None or (j < len(known) and known[j] is entry):
+            return entry
+        if entry.tokens != tokens[j * self.page_size:(j + 1) * self.page_size].tobytes():
             return None
-        return entry if entry.parent == (table.digests[j - 1] if j else table.root) else None
+        if entry.parent != (table.digests[j - 1] if j else table.root):
+            return None
+        known[j:j + 1] = [entry] if j <= len(known) else []
+        return entry
 
     def match(self, table: Table, tokens: np.ndarray, limit: int) -> Match:
-        """The longest indexed prefix of `tokens` (int32) of at most `limit` tokens; changes nothing but the digests of `table`."""
+        """The longest indexed prefix of `tokens` (int32) of at most `limit` tokens; changes nothing but what `table` knows of its pages."""
         full = min(limit, len(tokens)) // self.page_size
         self._chain(table, tokens, full)
         found: list[Entry | None] = []
-        best, reach, runs = 0, 0, [0] * len(self.pools)            # runs: pages in a row that each group has, up to here
         for j in range(full):
             entry = self._find(table, tokens, j)
-            found.append(entry)
-            runs = [run + 1 if entry is not None and entry.kept(g) else 0 for g, run in enumerate(runs)]
-            if any(pool.window is None and run <= j for pool, run in zip(self.pools, runs, strict=True)):
+            if self.whole and (entry is None or not all(map(entry.kept, self.whole))):
                 break
-            if entry is not None and all(run > j - pool.first((j + 1) * self.page_size) for pool, run in zip(self.pools, runs, strict=True)):
-                reach = j + 1
+            found.append(entry)
+        reach = best = 0
+        for end in range(len(found), 0, -1):                       # back to where every window, and a state, is there
+            entry = found[end - 1]
+            if entry is not None and (reach == 0 or self.marks is None or entry.mark >= 0) and self._seen(found, end):
+                reach = reach or end
                 if self.marks is None or entry.mark >= 0:
-                    best = j + 1
+                    best = end
+                    break
         first = tuple(pool.first(best * self.page_size) for pool in self.pools)
         miss = self._miss(table, tokens, best, full) if reach == best else f"state_not_rewindable@tok {best * self.page_size}"
         return Match(best * self.page_size, first, tuple(e for e in found[min(first):best] if e), miss)
+
+    def _seen(self, found: list[Entry | None], end: int) -> bool:
+        """Whether each pool with a window has what a token after `end` pages sees."""
+        return all((e := found[j]) is not None and e.kept(pool.group)
+                   for pool in self.windowed for j in range(end - 1, pool.first(end * self.page_size) - 1, -1))
 
     def _miss(self, table: Table, tokens: np.ndarray, best: int, full: int) -> str | None:
         if best == full:

@@ -16,10 +16,11 @@ STORIES = [tuple((s * 31 + i * i * 3 + i) % 57 + 1 for i in range(60)) for s in 
 
 
 @pytest.fixture(autouse=True, scope="module")
-def close_milestones():
-    """So that texts of a few pages have windows kept along them."""
+def small_numbers():
+    """So that texts of a few pages have windows kept along them, and a few prompts are more than one step looks at."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hetero.memory.pool.APART", 24)
+        patch.setattr("hetero.engine.scheduler.LOOK_PAGES", 30)
         yield
 
 
