@@ -25,16 +25,20 @@ class Tally:
 
     def __init__(self, prompt: Row[int]) -> None:
         self.prompt = np.unique(np.asarray(prompt, np.int64))
+        self.inside = frozenset(self.prompt.tolist())
         self.said: dict[int, int] = {}
+        self.new: list[int] = []                             # said, and not in the prompt
 
     def add(self, token: int) -> None:
+        if token not in self.said and token not in self.inside:
+            self.new.append(token)
         self.said[token] = self.said.get(token, 0) + 1
 
     def penalize(self, logits: Tensor, sampling: Sampling) -> None:
         """Changes one row, [V] float32, in place."""
         ids = np.fromiter(self.said.keys(), np.int64, len(self.said))
         if sampling.repetition_penalty != 1.0:
-            seen = torch.from_numpy(np.union1d(self.prompt, ids)).to(logits.device)
+            seen = torch.from_numpy(np.concatenate([self.prompt, np.array(self.new, np.int64)])).to(logits.device)
             seen = seen[seen < len(logits)]
             value = logits[seen]
             logits[seen] = torch.where(value > 0, value / sampling.repetition_penalty, value * sampling.repetition_penalty)
