@@ -9,7 +9,7 @@ from typing import Any
 
 from hetero.arch import families
 from hetero.arch.names import glu
-from hetero.arch.spec import GQA, Layer, Model
+from hetero.arch.spec import GQA, GatedDeltaNet, Layer, Model
 from hetero.errors import UnsupportedModel
 
 L = "blk.{l}."
@@ -26,6 +26,9 @@ NAMES = {
     **glu("expert", L[:-1], "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
 }
 AFTER = {"ffn_norm": L + "post_attention_norm.weight"}
+DELTA = AFTER | {f"delta.{key}": L + name for key, name in {
+    "qkv": "attn_qkv.weight", "z": "attn_gate.weight", "ba": "ssm_ba.weight", "b": "ssm_beta.weight", "a": "ssm_alpha.weight", "a_log": "ssm_a",
+    "conv": "ssm_conv1d.weight", "dt_bias": "ssm_dt.bias", "norm": "ssm_norm.weight", "o": "ssm_out.weight"}.items()}
 
 
 class Meta:
@@ -168,19 +171,61 @@ def hunyuan_moe(m: Meta) -> dict[str, Any]:
                   num_shared_expert=m.get("expert_shared_feed_forward_length", I) // I) | {"num_experts_per_tok": None}
 
 
+def granitemoe(m: Meta) -> dict[str, Any]:
+    return common(m, "GraniteMoeSharedForCausalLM", num_local_experts=m.need("expert_count"), attention_bias=m.has("attn_q.bias"),
+                  shared_intermediate_size=m.get("expert_shared_feed_forward_length", 0), attention_multiplier=m.get("attention.scale", 1.0),
+                  embedding_multiplier=m.get("embedding_scale", 1.0), residual_multiplier=m.get("residual_scale", 1.0),
+                  logits_scaling=m.get("logit_scale", 1.0))
+
+
+def deepseek(m: Meta) -> dict[str, Any]:
+    return common(m, "DeepseekForCausalLM", **sigmoid(m)) | {"norm_topk_prob": bool(m.get("expert_weights_norm", False))}
+
+
+def bailingmoe(m: Meta) -> dict[str, Any]:
+    """A unit head is divided by its columns' lengths when the file is made."""
+    return common(m, "BailingMoeForCausalLM", num_experts=m.need("expert_count"), num_shared_experts=m.get("expert_shared_count", 0), norm_head=False,
+                  norm_topk_prob=bool(m.need("expert_weights_norm")), first_k_dense_replace=m.get("leading_dense_block_count", 0), **width(m))
+
+
+def bailingmoe2(m: Meta) -> dict[str, Any]:
+    if m.need("expert_gating_func") != 2:
+        raise UnsupportedModel(f"{m.arch}.expert_gating_func = {m.get('expert_gating_func')}", "supported: 2 (sigmoid)")
+    config = common(m, "BailingMoeV2ForCausalLM", num_experts=m.need("expert_count"), num_shared_experts=m.get("expert_shared_count", 0),
+                    moe_shared_expert_intermediate_size=m.get("expert_shared_feed_forward_length"), **sigmoid(m))
+    return {"partial_rotary_factor": 1.0} | {k: v for k, v in config.items() if k not in ("n_routed_experts", "n_shared_experts")}
+
+
+def qwen3next(m: Meta) -> dict[str, Any]:
+    heads = m.need("ssm.time_step_rank")
+    return common(m, "Qwen3NextForCausalLM", num_experts=m.need("expert_count"), norm_topk_prob=True, linear_num_key_heads=m.need("ssm.group_count"),
+                  linear_num_value_heads=heads, linear_key_head_dim=m.need("ssm.state_size"), linear_value_head_dim=m.need("ssm.inner_size") // heads,
+                  linear_conv_kernel_dim=m.need("ssm.conv_kernel"), full_attention_interval=m.get("full_attention_interval", 4),
+                  shared_expert_intermediate_size=m.need("expert_shared_feed_forward_length"), **width(m))
+
+
+def qwen35moe(m: Meta) -> dict[str, Any]:
+    return qwen3next(m) | {"architectures": ["Qwen3_5MoeForCausalLM"]}
+
+
 @dataclass(frozen=True)
 class Row:
-    """interleaved: q and k rows were put in the order that rotates neighbours. names: what differs from NAMES."""
+    """interleaved: q and k rows were put in the order that rotates neighbours. names: what differs from NAMES. fused: q, k and v are one tensor.
+    tiled: a delta net's value heads were put in the order that repeats the key heads."""
 
     config: Callable[[Meta], dict[str, Any]]
     interleaved: bool = False
     names: Mapping[str, str] | None = None
+    fused: bool = False
+    tiled: bool = False
 
 
 ROWS: dict[str, Row] = {
     "qwen3moe": Row(qwen3moe), "qwen2moe": Row(qwen2moe), "llama": Row(llama, interleaved=True), "olmoe": Row(olmoe), "deepseek2": Row(deepseek2),
     "gpt-oss": Row(gpt_oss, names=AFTER), "glm4moe": Row(glm4moe, names=AFTER), "dots1": Row(dots1), "minimax-m2": Row(minimax_m2),
-    "ernie4_5-moe": Row(ernie4_5_moe), "hunyuan-moe": Row(hunyuan_moe),
+    "ernie4_5-moe": Row(ernie4_5_moe), "hunyuan-moe": Row(hunyuan_moe), "qwen3vlmoe": Row(qwen3moe), "deepseek": Row(deepseek, interleaved=True),
+    "granitemoe": Row(granitemoe, interleaved=True), "bailingmoe": Row(bailingmoe, interleaved=True), "bailingmoe2": Row(bailingmoe2, fused=True),
+    "qwen3next": Row(qwen3next, names=DELTA), "qwen35moe": Row(qwen35moe, names=DELTA, tiled=True),
 }
 
 
@@ -204,7 +249,11 @@ def read(config: dict[str, Any], architecture: str) -> Model:
     layers = found.layers
     if row.interleaved:
         layers = tuple(interleave(layer) for layer in layers)
-    return replace(found, layers=layers, names=NAMES | dict(row.names or {}))
+    layers = tuple(replace(x, attention=replace(x.attention, grouped=False)) if isinstance(x.attention, GatedDeltaNet) else x for x in layers)
+    names = NAMES | dict(row.names or {})
+    if row.fused:
+        names |= {f"attn.{p}": f"{L}attn_qkv.weight[{found.names[f'attn.{p}'].partition('[')[2]}" for p in "qkv"}
+    return replace(found, layers=layers, names=names, norm_shift=0.0)        # norms are stored whole
 
 
 def interleave(layer: Layer) -> Layer:

@@ -43,7 +43,7 @@ def delta_net(f: Fields, grouped: bool) -> GatedDeltaNet:
     if value_heads % key_heads:
         raise f.refuse("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads ({key_heads})")
     return GatedDeltaNet(key_heads, value_heads, f.count("linear_key_head_dim"), f.count("linear_value_head_dim"),
-                         f.count("linear_conv_kernel_dim", least=2), grouped)
+                         f.count("linear_conv_kernel_dim", least=2), grouped, grouped)
 
 
 def layer_kinds(f: Fields, known: dict[str, Any], interval: int) -> list[Any]:

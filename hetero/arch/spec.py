@@ -71,7 +71,8 @@ class GatedDeltaNet:
     key_dim: int
     value_dim: int
     kernel: int
-    grouped: bool = False                # its inputs come as one matrix, per key head q | k | v | z and b | a, rather than apart
+    grouped: bool = False                # q, k, v and z come as one matrix, per key head q | k | v | z, rather than apart
+    paired: bool = False                 # b and a come as one matrix, per key head b | a
 
     @property
     def keys(self) -> int:

@@ -145,10 +145,12 @@ def _attention(a: GQA | MLA | GatedDeltaNet | Foreign, H: int) -> Iterator[tuple
 def _delta(a: GatedDeltaNet, H: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     if a.grouped:
         yield "delta.qkvz", (a.channels + a.values, H)
-        yield "delta.ba", (2 * a.value_heads, H)
     else:
         yield "delta.qkv", (a.channels, H)
         yield "delta.z", (a.values, H)
+    if a.paired:
+        yield "delta.ba", (2 * a.value_heads, H)
+    else:
         yield "delta.b", (a.value_heads, H)
         yield "delta.a", (a.value_heads, H)
     yield "delta.conv", (a.channels, 1, a.kernel)

@@ -28,10 +28,11 @@ class DeltaNet:
 
 def inputs(part: spec.GatedDeltaNet, w: LayerWeights) -> Tensor:
     """[channels + values + 2 value_heads, H]: rows q | k | v | z | b | a, however the checkpoint groups them."""
-    if not part.grouped:
-        return torch.cat([w(f"delta.{key}") for key in ("qkv", "z", "b", "a")])
     each = part.value_heads // part.key_heads
     wide = part.value_dim * each
-    groups = w("delta.qkvz").unflatten(0, (part.key_heads, -1)).split([part.key_dim, part.key_dim, wide, wide], 1)
-    gates = w("delta.ba").unflatten(0, (part.key_heads, -1)).split([each, each], 1)
-    return torch.cat([t.flatten(0, 1) for t in (*groups, *gates)])
+
+    def apart(key: str, sizes: list[int]) -> list[Tensor]:
+        return [t.flatten(0, 1) for t in w(key).unflatten(0, (part.key_heads, -1)).split(sizes, 1)]
+    groups = apart("delta.qkvz", [part.key_dim, part.key_dim, wide, wide]) if part.grouped else [w("delta.qkv"), w("delta.z")]
+    gates = apart("delta.ba", [each, each]) if part.paired else [w("delta.b"), w("delta.a")]
+    return torch.cat([*groups, *gates])

@@ -11,9 +11,10 @@ import torch
 
 from cpu_kernels.formats import ORDERED
 from hetero.arch import tensors as spec_tensors
-from hetero.arch.spec import Model, MoE, Tensor
+from hetero.arch.gguf import ROWS
+from hetero.arch.spec import GatedDeltaNet, Model, MoE, Tensor
 from hetero.errors import BadCheckpoint, UnsupportedModel
-from hetero.weights import dialects
+from hetero.weights import dialects, ggml
 from hetero.weights.layout import Layout, Piece
 from hetero.weights.reading import Codes, Floats, Reading
 from hetero.weights.source import Source, read_tensors
@@ -101,6 +102,9 @@ class Checkpoint:
         self.release(reading)
         if self.model.norm_shift and tensor.key in spec_tensors.SHIFTED:
             out = out.float() + self.model.norm_shift                 # in float32: 16 bits would round what is near one
+        if self.source.gguf and tensor.layer is not None and isinstance(part := self.model.layers[tensor.layer].attention, GatedDeltaNet) and \
+                tensor.key.startswith("delta."):
+            out = torch.from_numpy(ggml.plain_delta(tensor.key, part, ROWS[self.source.gguf].tiled, out.float().numpy()))
         if tensor.key == "head" and self.model.unit_head:
             out = out.float() / out.float().norm(dim=0, keepdim=True).clamp(min=1e-7)
         return out

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetero.arch.spec import GatedDeltaNet
 from hetero.errors import BadCheckpoint
 from hetero.weights.layout import Place
 from hetero.weights.minifloats import TWICE
@@ -216,6 +217,20 @@ def split_kv(place: Place, shape: tuple[int, ...], _: dict) -> Reading | None:
         return np.concatenate([floats_of(p["k_b"], k).swapaxes(1, 2), floats_of(p["v_b"], v)], 1).reshape(shape)
 
     return Reading(f"{k.dtype}+{v.dtype}".lower(), 32, shape, place.parts, dequantize)
+
+
+def plain_delta(key: str, part: GatedDeltaNet, tiled: bool, data: np.ndarray) -> np.ndarray:
+    """A delta net's tensor as its published code has it: the decay's logarithm, and value heads beside their key head. GGUF has the decay itself,
+    negative, and when `tiled` the first value head of every key head, then the second of each."""
+    if key == "delta.a_log":
+        data = np.log(-data)
+    if not tiled or key in ("delta.norm", "delta.qkvz", "delta.ba"):
+        return data
+    axis, each = data.ndim - 1 if key == "delta.o" else 0, part.value_dim if key in ("delta.qkv", "delta.z", "delta.conv", "delta.o") else 1
+    before, values = np.split(data, [data.shape[axis] - each * part.value_heads], axis)
+    shape = values.shape
+    heads = values.reshape(*shape[:axis], part.value_heads // part.key_heads, part.key_heads, each, *shape[axis + 1:])
+    return np.concatenate([before, heads.swapaxes(axis, axis + 1).reshape(shape)], axis)
 
 
 def blocks(place: Place, shape: tuple[int, ...], _: dict) -> Reading | None:

@@ -157,10 +157,14 @@ class Oracle:
         if a.grouped:
             each = a.value_heads // a.key_heads
             q, k, v, z = self.linear("delta.qkvz", x, l).unflatten(-1, (a.key_heads, -1)).split([a.key_dim, a.key_dim, each * a.value_dim, each * a.value_dim], -1)
-            b, decay = (t.flatten(1) for t in self.linear("delta.ba", x, l).unflatten(-1, (a.key_heads, -1)).split([each, each], -1))
             mixed, z = torch.cat([t.flatten(1) for t in (q, k, v)], -1), z.flatten(1)
         else:
-            mixed, z, b, decay = (self.linear(f"delta.{p}", x, l) for p in ("qkv", "z", "b", "a"))
+            mixed, z = (self.linear(f"delta.{p}", x, l) for p in ("qkv", "z"))
+        if a.paired:
+            each = a.value_heads // a.key_heads
+            b, decay = (t.flatten(1) for t in self.linear("delta.ba", x, l).unflatten(-1, (a.key_heads, -1)).split([each, each], -1))
+        else:
+            b, decay = (self.linear(f"delta.{p}", x, l) for p in "ba")
         mixed = F.pad(mixed, (0, 0, a.kernel - 1, 0)).unfold(0, a.kernel, 1)                             # [T, channels, kernel]
         mixed = F.silu((mixed * self.t["delta.conv", l, None][:, 0]).sum(-1))
         q, k, v = mixed.split([a.keys, a.keys, a.values], -1)

@@ -1,4 +1,5 @@
 """GGUF: what the gguf library writes is the same model, tokenizer and numbers; whatever is cut, hostile or missing is named."""
+import dataclasses
 import json
 import struct
 import tracemalloc
@@ -10,6 +11,7 @@ import tokenizers
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from hetero.arch import families, tensors
 from hetero.arch import gguf as arch_gguf
@@ -22,7 +24,9 @@ from hetero.weights.source import EMBEDDED, open_folder, open_source
 
 ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "mixtral": "llama", "olmoe": "olmoe", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
                  "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe", "dots1": "dots1", "minimax_m2": "minimax-m2", "ernie4_5_moe": "ernie4_5-moe",
-                 "hunyuan_v1_moe": "hunyuan-moe"}
+                 "hunyuan_v1_moe": "hunyuan-moe", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe"}
+DELTA = {"qwen3_next": "qwen3next", "qwen3_5_moe": "qwen35moe"}
+PERMUTED = ("llama", "granitemoe", "deepseek", "bailingmoe")               # whose q and k rows the converter puts in another order
 
 
 def metadata_of(config, model, arch):
@@ -59,7 +63,44 @@ def metadata_of(config, model, arch):
         m["attention.sliding_window"] = model.layers[0].attention.window
     if arch == "olmoe" and a.clip:
         m["attention.clamp_kqv"] = a.clip
+    if arch == "granitemoe":
+        m |= {"attention.scale": config["attention_multiplier"], "embedding_scale": config["embedding_multiplier"], "residual_scale": config["residual_multiplier"],
+              "logit_scale": config["logits_scaling"]} | ({"expert_shared_feed_forward_length": moe.shared} if moe.shared else {})
+    if arch in ("deepseek", "bailingmoe", "bailingmoe2"):
+        m |= {"expert_weights_scale": r.scale, "expert_weights_norm": r.renormalize, "leading_dense_block_count": 1, "expert_shared_count": 2}
+    if arch == "bailingmoe2":
+        m |= {"expert_group_count": r.groups, "expert_group_used_count": r.top_groups, "expert_gating_func": 2, "expert_shared_feed_forward_length": moe.shared // 2}
+    if arch in ("qwen3next", "qwen35moe"):
+        d = model.layers[0].attention
+        m |= {"ssm.conv_kernel": d.kernel, "ssm.state_size": d.key_dim, "ssm.group_count": d.key_heads, "ssm.time_step_rank": d.value_heads,
+              "ssm.inner_size": d.values, "full_attention_interval": 4, "expert_shared_feed_forward_length": moe.shared}
+        m.pop("feed_forward_length")
     return m
+
+
+def as_converted(t, value, part, tiled):
+    """A delta net's tensor as the converter stores it: (name after "blk.{l}.", value) pairs."""
+    each, wide = part.value_heads // part.key_heads, part.value_dim
+
+    def tile(v, at, dim):
+        if not tiled:
+            return v
+        v = np.moveaxis(v, at, 0)
+        return np.moveaxis(v.reshape(part.key_heads, each, dim, *v.shape[1:]).swapaxes(0, 1).reshape(v.shape), 0, at).copy()
+    kind, rows = t.key.removeprefix("delta."), 2 * part.keys
+    if kind == "qkvz":
+        q, k, v, z = np.split(value.reshape(part.key_heads, -1, value.shape[1]), np.cumsum([part.key_dim, part.key_dim, each * wide]), 1)
+        yield "attn_qkv.weight", np.concatenate([x.reshape(-1, value.shape[1]) for x in (q, k, v)])
+        yield "attn_gate.weight", z.reshape(-1, value.shape[1]).copy()
+    elif kind in ("qkv", "conv"):
+        value = value.reshape(value.shape[0], -1)
+        yield {"qkv": "attn_qkv.weight", "conv": "ssm_conv1d.weight"}[kind], np.concatenate([value[:rows], tile(value[rows:], 0, wide)])
+    elif kind == "a_log":
+        yield "ssm_a", tile(-np.exp(value), 0, 1)
+    else:
+        name = {"z": "attn_gate.weight", "b": "ssm_beta.weight", "a": "ssm_alpha.weight", "ba": "ssm_ba.weight", "dt_bias": "ssm_dt.bias",
+                "norm": "ssm_norm.weight", "o": "ssm_out.weight"}[kind]
+        yield name, value if kind in ("norm", "ba") else tile(value, int(kind == "o"), wide if kind in ("z", "o") else 1)
 
 
 def convert(folder, out, arch, kind="F32", split_kv=False, edit=lambda m: None):
@@ -90,10 +131,21 @@ def convert(folder, out, arch, kind="F32", split_kv=False, edit=lambda m: None):
             w.add_tensor(name, value)
         return value
 
+    if arch == "bailingmoe2":
+        for l in range(len(model.layers)):
+            parts = [c.dense(t).float().numpy() for t in tensors.of(model) if t.layer == l and t.key in ("attn.q", "attn.k", "attn.v")]
+            w.add_tensor(f"blk.{l}.attn_qkv.weight", np.concatenate(parts))
+            worth |= {(f"attn.{k}", l, None): v for k, v in zip("qkv", parts, strict=True)}
     for t in tensors.of(model):
+        if (t.key, t.layer, t.expert) in worth:
+            continue
         if t.home == "dense":
             value = c.dense(t).float().numpy()
-            if arch == "llama" and t.key in ("attn.q", "attn.k"):
+            if t.key.startswith("delta."):
+                for name, made in as_converted(t, value, model.layers[t.layer].attention, arch == "qwen35moe"):
+                    w.add_tensor(f"blk.{t.layer}.{name}", made)
+                continue
+            if arch in PERMUTED and t.key in ("attn.q", "attn.k"):
                 heads = value.shape[0] // model.layers[0].attention.head_dim
                 value = value.reshape(heads, 2, -1, value.shape[1]).swapaxes(1, 2).reshape(value.shape).copy()
             name = names[t.key].format(l=t.layer)
@@ -121,7 +173,6 @@ def convert(folder, out, arch, kind="F32", split_kv=False, edit=lambda m: None):
 
 
 def same_model(got, want, interleaved):
-    import dataclasses
     strip = {"names": {}, "family": "", "layers": ()}
     assert dataclasses.replace(got, **strip) == dataclasses.replace(want, **strip)
     for g, o in zip(got.layers, want.layers, strict=True):
@@ -136,7 +187,6 @@ def same_model(got, want, interleaved):
 
 
 def leaves(x):
-    import dataclasses
     if dataclasses.is_dataclass(x):
         for f in dataclasses.fields(x):
             yield from leaves(getattr(x, f.name))
@@ -161,7 +211,7 @@ def test_each_architecture_is_the_same_model_with_the_same_numbers(family, tiny,
     want, worth = convert(tiny(family), tmp_path / "m.gguf", arch, split_kv=family == "deepseek_v3")
     source = open_source(tmp_path / "m.gguf")
     model = source.spec()
-    same_model(model, want, arch == "llama")
+    same_model(model, want, arch in PERMUTED)
     c = Checkpoint(source, model)
     for t in tensors.of(model):
         if t.home == "dense":
@@ -174,8 +224,9 @@ def test_each_architecture_is_the_same_model_with_the_same_numbers(family, tiny,
             assert np.array_equal(biases["up"], Checkpoint(open_folder(tiny(family)), want).expert_biases(l)["up"])
 
 
-def test_mixtral_rotates_its_permuted_rows_to_the_same_logits(tiny, make, oracle, tmp_path):
-    convert(tiny("mixtral"), tmp_path / "m.gguf", "llama")
+@pytest.mark.parametrize(("family", "arch"), [("mixtral", "llama"), ("granitemoeshared", "granitemoe"), *DELTA.items()])
+def test_what_the_converter_puts_in_another_order_gives_the_logits_of_transformers(family, arch, tiny, make, oracle, tmp_path):
+    convert(tiny(family), tmp_path / "m.gguf", arch)
     source = open_source(tmp_path / "m.gguf")
     c, ids = Checkpoint(source, source.spec()), [(7 * i) % 250 + 3 for i in range(16)]
     found = {(t.key, t.layer, t.expert): c.dense(t).float() for t in tensors.of(c.model) if t.home == "dense"}
@@ -183,7 +234,36 @@ def test_mixtral_rotates_its_permuted_rows_to_the_same_logits(tiny, make, oracle
         for e in range(8):
             found |= {(f"expert.{p}", l, e): torch.from_numpy(bank.dequantize(m).copy()) for p, m in vars(c.expert(l, e)).items()}
     with torch.no_grad():
-        assert (oracle.Oracle(c.model, found)(ids) - make.logits(tiny("mixtral"), ids)).abs().max() < 1e-4
+        assert (oracle.Oracle(c.model, found)(ids) - make.logits(tiny(family), ids)).abs().max() < 2e-4
+
+
+COMMON = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256,
+          "max_position_embeddings": 128, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+          "hidden_act": "silu"}
+LING = COMMON | {"num_experts": 8, "num_shared_experts": 2}
+
+
+@pytest.mark.parametrize(("arch", "config"), [
+    ("deepseek", COMMON | {"architectures": ["DeepseekForCausalLM"], "n_routed_experts": 8, "n_shared_experts": 2, "norm_topk_prob": False}),
+    ("bailingmoe", LING | {"architectures": ["BailingMoeForCausalLM"], "norm_topk_prob": True, "norm_head": True}),
+    ("bailingmoe2", LING | {"architectures": ["BailingMoeV2ForCausalLM"], "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+                            "partial_rotary_factor": 0.5, "use_qk_norm": True})])
+def test_families_that_transformers_lacks_are_the_same_model_with_the_same_numbers(arch, config, tmp_path):
+    want, draw = families.read(config), torch.Generator().manual_seed(0)
+    stored = {}
+    for t in tensors.of(want):
+        stored.setdefault(t.name.partition("[")[0], []).append(torch.randn(t.shape, generator=draw))
+    (tmp_path / "hf").mkdir()
+    save_file({k: torch.cat(v) for k, v in stored.items()}, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    _, worth = convert(tmp_path / "hf", tmp_path / "m.gguf", arch)
+    source = open_source(tmp_path / "m.gguf")
+    model = source.spec()
+    same_model(model, dataclasses.replace(want, unit_head=False), arch in PERMUTED)      # the converter divides the head
+    c = Checkpoint(source, model)
+    for t in tensors.of(model):
+        if t.home == "dense":
+            assert np.array_equal(c.dense(t).float().numpy(), worth[t.key, t.layer, None]), t
 
 
 @pytest.mark.parametrize(("kind", "exact"), [("Q8_0", True), ("Q4_0", True), ("Q5_0", True), ("Q4_1", True), ("Q5_1", True), ("MXFP4", True), ("BF16", False), ("F16", False)])
