@@ -147,7 +147,9 @@ class Bar:
 
 def open_model(name: str | None, options: Options) -> "LLM":
     from hetero.llm import LLM
+    from hetero.report import announce_compiles
 
+    announce_compiles()
     bar = Bar()
     try:
         return LLM(name, options=options, progress=bar)

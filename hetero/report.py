@@ -1,9 +1,11 @@
 """Proof of execution: what runs where, as told by the parts themselves, beside what was planned and measured; computes and decides nothing."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cpu_kernels.jit import watch_compiles
 from hetero.gpu.ops import Check, Row
 
 MiB = 1 << 20
@@ -66,3 +68,14 @@ def spans(numbers: Iterable[int]) -> str:
         else:
             runs.append([n])
     return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
+
+
+def announce_compiles() -> None:
+    """Says on stderr, once, that kernels are being compiled: a first start takes half a minute longer, and silence looks like a hang."""
+    told: list[str] = []
+
+    def tell(kernel: str) -> None:
+        if not told:
+            print("compiling the kernels for this CPU: at the first start only, for about half a minute", file=sys.stderr, flush=True)
+        told.append(kernel)
+    watch_compiles(tell)

@@ -122,7 +122,9 @@ def positive(args: argparse.Namespace, *names: str) -> None:
 
 def opened(name: str | None, options: Options) -> "LLM":
     from hetero.llm import LLM
+    from hetero.report import announce_compiles
 
+    announce_compiles()
     return LLM(name, options=options)
 
 

@@ -137,6 +137,7 @@ def main(pipe: Connection, name: str | None, options: Options) -> None:
     from contextlib import closing
 
     from hetero.llm import LLM
+    from hetero.report import announce_compiles
 
     os.setpgid(0, 0)                             # Ctrl-C on the terminal is for the parent, which drains
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -147,6 +148,7 @@ def main(pipe: Connection, name: str | None, options: Options) -> None:
             last[0] = time.monotonic()
             pipe.send(("loading", doing, done, total))
     try:
+        announce_compiles()
         model = LLM(Path(name) if name and Path(name).exists() else name, options=options, progress=progress)
     except HeteroError as e:
         pipe.send(("failed", str(e)))

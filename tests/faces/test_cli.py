@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hetero import cli
+from hetero import cli, report
 from hetero.errors import BadCheckpoint, BadOption, BadRequest
 from hetero.request import Sampling
 from hetero.text.reply import Answer, Chunk, Timings
@@ -43,6 +43,15 @@ def test_faults_become_one_line_and_a_code(monkeypatch, capsys, fault, code, wor
     if isinstance(fault, ZeroDivisionError):
         cli.main(["doctor", "--debug"])
         assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_first_start_says_once_that_it_compiles(monkeypatch, capsys):
+    watching = []
+    monkeypatch.setattr(report, "watch_compiles", watching.append)
+    report.announce_compiles()
+    watching[0]("cpu_kernels.linear.job")
+    watching[0]("cpu_kernels.routed.job")
+    assert capsys.readouterr().err == "compiling the kernels for this CPU: at the first start only, for about half a minute\n"
 
 
 def test_no_command_is_help_and_asked_wrongly(capsys):
