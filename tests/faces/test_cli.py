@@ -146,7 +146,7 @@ def test_plan_tells_what_would_fit(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("quant, want", [
     ({}, "bf16"), ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"), ({"quant_method": "gptq", "bits": 8}, "int8_g64z"),
-    ({"quant_method": "gptq", "bits": 8, "sym": True}, "int8_g64"), ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "int4"), ({"quant_method": "awq", "bits": 4}, "int4_g64z"),
+    ({"quant_method": "gptq", "bits": 8, "sym": True}, "int8_g64"), ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "int4_g64z:ordered"), ({"quant_method": "awq", "bits": 4}, "int4_g64z"),
     ({"quant_method": "mxfp4"}, "mxfp4"), ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"), ({"quant_algo": "FP8", "quant_method": "modelopt"}, "fp8")])
 def test_a_config_s_word_for_its_weights(quant, want):
     from hetero.forecast import arriving
