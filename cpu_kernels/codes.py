@@ -115,10 +115,12 @@ def pack(format: Format, codes: Array, fields: Fields) -> Array:
         lines = full.reshape(nb, ROWS, kb, 16, 4).transpose(0, 2, 3, 1, 4).reshape(nb, kb, -1)
         return np.concatenate([heads(format, fields, rows, cols), lines], 2)
     t = full.reshape(nb, ROWS, kb, 2, 8, 4).transpose(0, 2, 3, 4, 1, 5)          # [half][j][row][kk]
-    parts = [heads(format, fields, rows, cols), ((t[:, :, 0] & 15) | (t[:, :, 1] & 15) << 4).reshape(nb, kb, -1)]
+    shifts = (c.low * np.arange(8 // c.low, dtype=np.uint8))[:, None, None, None]
+    slots = (t & ((1 << c.low) - 1)).reshape(nb, kb, 8 // c.low, c.lines, ROWS, 4) << shifts
+    parts = [heads(format, fields, rows, cols), slots.sum(2, dtype=np.uint8).reshape(nb, kb, -1)]
     if c.planes:
         per = 8 // c.planes
-        upper = (t >> 4).reshape(nb, kb, 2 * c.planes, per, ROWS, 4)
+        upper = (t >> c.low).reshape(nb, kb, 2 * c.planes, per, ROWS, 4)
         parts.append((upper << (c.planes * np.arange(per, dtype=np.uint8))[:, None, None]).sum(3, dtype=np.uint8).reshape(nb, kb, -1))
     return np.concatenate(parts, 2)
 
@@ -140,13 +142,13 @@ def unpack(format: Format, data: Array, rows: int, cols: int) -> tuple[Array, di
     if c.codes == "byte":
         v = q.reshape(nb, kb, 16, ROWS, 4).transpose(0, 3, 1, 2, 4)
     else:
-        lines = q[:, :, :512].reshape(nb, kb, 8, ROWS, 4)
-        t2 = np.stack([lines & 15, lines >> 4], 2)                               # [half][j][row][kk]
+        lines = q[:, :, :64 * c.lines].reshape(nb, kb, c.lines, ROWS, 4)
+        t2 = np.stack([(lines >> s) & ((1 << c.low) - 1) for s in range(0, 8, c.low)], 2).reshape(nb, kb, 2, 8, ROWS, 4)     # [half][j][row][kk]
         if c.planes:
             per = 8 // c.planes
-            words = q[:, :, 512:].reshape(nb, kb, 2 * c.planes, 1, ROWS, 4)
+            words = q[:, :, 64 * c.lines:].reshape(nb, kb, 2 * c.planes, 1, ROWS, 4)
             upper = (words >> (c.planes * np.arange(per, dtype=np.uint8))[:, None, None]) & ((1 << c.planes) - 1)
-            t2 = t2 | (upper.reshape(t2.shape) << 4)
+            t2 = t2 | (upper.reshape(t2.shape) << c.low)
         v = t2.transpose(0, 4, 1, 2, 3, 5)
     v = v.reshape(nb * ROWS, kb * COLS)[:rows, :cols]
     return (v.view(np.int8) if c.codes == "byte" and format.partner == "int8" else v), fields
@@ -261,22 +263,21 @@ def _quantize_super(format: Format, g: Array, w: Array) -> tuple[Array, dict[str
     c = coded(format)
     x = g.reshape(len(g), -1, 256 // c.group, c.group)
     if format.scale == "i8":
-        scale, most = np.abs(x).max(-1) / np.float32(c.zero if c.table else 3 if format.name == "q3_k" else c.zero - 1), 127
+        scale, most = np.abs(x).max(-1) / np.float32(c.zero if c.table else c.zero - 1), 127
         low = np.zeros_like(scale)
     else:
-        low, most = np.minimum(x.min(-1), 0), 63
+        low, most = np.minimum(x.min(-1), 0), 63 if format.scale == "u6" else 15
         scale = (np.maximum(x.max(-1), 0) - low) / np.float32((1 << format.bits) - 1)
     half = [np.minimum(v.max(-1) / np.float32(most), 65504).astype(np.float16).astype(np.float32) for v in (scale, -low)]
     s, m = (np.clip(np.rint(_over(v, h[..., None])), 0, most) for v, h in zip((scale, -low), half, strict=True))
     real, least = s * half[0][..., None], m * half[1][..., None]
     add = c.zero if format.scale == "i8" else 0
-    lowest, highest = (4, 11) if format.name == "q3_k" else (0, (1 << format.bits) - 1)
-    q = np.clip(np.rint(_over(x + least[..., None], real[..., None])) + add, lowest, highest).astype(np.uint8)
+    q = np.clip(np.rint(_over(x + least[..., None], real[..., None])) + add, 0, (1 << format.bits) - 1).astype(np.uint8)
     if c.table:
         q = _nearest(c, _over(x, real[..., None]))
     f = c.head[0]
     count = -(-w.shape[1] // c.group)
     fields = {"scales": _flat(s, np.empty((len(w), count))).astype(f.dtype), "supers": half[0]}
-    if format.scale == "u6":
+    if "minimums" in c.names:
         fields |= {"minimums": _flat(m, np.empty((len(w), count))).astype(np.uint8), "least": half[1]}
     return _flat(q, w), fields

@@ -33,8 +33,9 @@ class Coded:
     codes: "nibble", 8 lines of 64 B, byte n·4 + kk of line j holds q[n, 4j + kk] in its low and q[n, 32 + 4j + kk] in its high nibble;
     "byte", 16 lines, byte n·4 + kk of line i is q[n, 4i + kk]. `planes`: upper bits that nibbles lack, as 32-bit words of rows: bit
     8·kk + planes·(j % (8/planes)) + i of word n of line (half · planes + j // (8/planes)) is upper bit i of q[n, 32·half + 4j + kk].
-    weight = (table[q] − zero) · scale, less a minimum where the head has "minimums" or "zeros" (scale · zero), or q · scale + offset where it has
-    "offsets". `group`: columns per scale.
+    `low`: bits of a code in the lines; 2 make 4 lines: bits 2s, 2s + 1 of byte n·4 + kk of line j are of q[n, 16s + 4j + kk], and upper bits begin
+    at bit 2. weight = (table[q] − zero) · scale, less a minimum where the head has "minimums" or "zeros" (scale · zero), or q · scale + offset
+    where it has "offsets". `group`: columns per scale.
     """
     codes: str
     head: tuple[Field, ...]
@@ -42,6 +43,7 @@ class Coded:
     zero: int = 0
     planes: int = 0
     table: tuple[int, ...] = ()
+    low: int = 4
 
     @property
     def lines_at(self) -> int:
@@ -53,7 +55,7 @@ class Coded:
 
     @property
     def lines(self) -> int:
-        return 8 if self.codes == "nibble" else 16
+        return 2 * self.low if self.codes == "nibble" else 16
 
     @property
     def nbytes(self) -> int:
@@ -126,10 +128,11 @@ FORMATS: dict[str, Format] = {f.name: f for f in (
     _row("q4_k", 13, "u6", 4, Coded("nibble", SUPER, 32, 8)),
     _row("q5_k", 14, "u6", 5, Coded("nibble", SUPER, 32, 16, 1)),
     _row("q6_k", 15, "i8", 6, Coded("nibble", (Field("scales", "i1", 4), Field("supers", "f2", 1)), 16, 32, 2)),
-    _row("q3_k", 16, "i8", 4, Coded("nibble", (Field("scales", "i1", 4), Field("supers", "f2", 1)), 16, 8)),      # three bits, plus 4
+    _row("q3_k", 16, "i8", 3, Coded("nibble", (Field("scales", "i1", 4), Field("supers", "f2", 1)), 16, 4, 1, low=2)),
     _row("q4_1", 17, "f16", 4, Coded("nibble", (Field("scales", "f2", 2), Field("offsets", "f2", 2)), 32, 8)),
     _row("q5_1", 18, "f16", 5, Coded("nibble", (Field("scales", "f2", 2), Field("offsets", "f2", 2)), 32, 16, 1)),
     _row("iq4_nl", 19, "f16", 4, Coded("nibble", (Field("scales", "f2", 2),), 32, 127, 0, IQ4)),
+    _row("q2_k", 21, "u4", 2, Coded("nibble", (Field("scales", "u1", 4), Field("minimums", "u1", 4), *SUPER[2:]), 16, 2, low=2)),
     _row("iq4_xs", 20, "i8", 4, Coded("nibble", (Field("scales", "i1", 2), Field("supers", "f2", 1)), 32, 127, 0, IQ4)),
 )}
 

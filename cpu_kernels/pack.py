@@ -350,17 +350,18 @@ def _emit_lines(format: Format) -> Any:
                 store(b, load(b, codes, I32, 4 * j), word, 64 * j, 4)
             return
         halves = [load(b, codes, vec(I32, 8), 32 * g) for g in range(2)]
-        low, high = (b.and_(v, const(_W, 0x0F0F0F0F)) for v in halves)
+        low, high = (b.and_(v, const(_W, ((1 << c.low) - 1) * 0x01010101)) for v in halves)
         v = b.or_(low, b.shl(high, const(_W, 4)))
-        for j in range(8):
-            store(b, b.extract_element(v, const(I32, j)), word, 64 * j, 4)
+        for j in range(c.lines):
+            of = [b.shl(b.extract_element(v, const(I32, i)), const(I32, 2 * (i // c.lines))) for i in range(j, 8, c.lines)]
+            store(b, functools.reduce(b.or_, of), word, 64 * j, 4)
         per = 8 // max(c.planes, 1)
         for half, v in enumerate(halves if c.planes else ()):
-            upper = b.and_(b.lshr(v, const(_W, 4)), const(_W, ((1 << c.planes) - 1) * 0x01010101))
+            upper = b.and_(b.lshr(v, const(_W, c.low)), const(_W, ((1 << c.planes) - 1) * 0x01010101))
             upper = b.shl(upper, ir_indices([c.planes * (j % per) for j in range(8)]))
             for line in range(c.planes):
                 bits = [b.extract_element(upper, const(I32, per * line + i)) for i in range(per)]
-                store(b, functools.reduce(b.or_, bits), word, 512 + 64 * (half * c.planes + line), 4)
+                store(b, functools.reduce(b.or_, bits), word, 64 * c.lines + 64 * (half * c.planes + line), 4)
     return op(2, emit)
 
 

@@ -112,10 +112,13 @@ def codes_of(b: Builder, format: Format, body: str, w: Value, j: Value | int, ha
     assert c is not None
     if c.codes == "byte":
         return _line(b, w, j, n, c.lines_at + 512 * half + 4 * first)
-    raw = _line(b, w, j, n, c.lines_at + 4 * first)
-    if half:
-        raw = b.lshr(raw, const(raw.type, 4))
-    q = b.and_(raw, const(raw.type, 0x0F0F0F0F))
+    if isinstance(j, int):
+        raw = _line(b, w, j % c.lines, n, c.lines_at + 4 * first)
+        at: Value = const(raw.type, c.low * ((8 * half + j) // c.lines))
+    else:
+        raw = _line(b, w, b.urem(j, const(I64, c.lines)), n, c.lines_at + 4 * first)
+        at = splat(b, b.trunc(b.mul(b.udiv(b.add(j, const(I64, 8 * half)), const(I64, c.lines)), const(I64, c.low)), I32), n)
+    q = b.and_(b.lshr(raw, at), const(raw.type, ((1 << c.low) - 1) * 0x01010101))
     if c.table:
         return look_up(b, body, c.table, q)
     if c.planes:
@@ -128,7 +131,7 @@ def codes_of(b: Builder, format: Format, body: str, w: Value, j: Value | int, ha
         else:
             upper = _line(b, w, b.udiv(j, const(I64, per)), n, offset)
             shift = splat(b, b.trunc(b.mul(b.urem(j, const(I64, per)), const(I64, c.planes)), I32), n)
-        q = b.or_(q, b.shl(b.and_(b.lshr(upper, shift), mask), const(raw.type, 4)))
+        q = b.or_(q, b.shl(b.and_(b.lshr(upper, shift), mask), const(raw.type, c.low)))
     return q
 
 
@@ -165,14 +168,18 @@ def _field(b: Builder, c: Coded, name: str, w: Value, i: Value | int, first: int
     return b.zext(v, vec(I32, n)) if f.dtype == "u1" else b.sext(v, vec(I32, n))
 
 
+def group_at(b: Builder, c: Coded, half: int, sub: Value | int) -> Value | int:
+    """Which of a row's groups in a tile."""
+    if c.group == 16:
+        return 2 * half + sub if isinstance(sub, int) else b.add(sub, const(I64, 2 * half))
+    return 0 if c.group == 64 else half
+
+
 def scale_of(b: Builder, format: Format, body: str, w: Value, half: int, sub: Value | int, first: int, n: int) -> Value:
     """float32 scales of n rows for columns 32·half (+ 16·sub where 16 share one)."""
     c, real, wide = format.coded, vec(F32, n), vec(I32, n)
     assert c is not None
-    i: Value | int = 0 if c.group == 64 else half
-    if c.group == 16:
-        i = 2 * half + sub if isinstance(sub, int) else b.add(sub, const(I64, 2 * half))
-    s = _field(b, c, "scales", w, i, first, n, body)
+    s = _field(b, c, "scales", w, group_at(b, c, half, sub), first, n, body)
     if format.scale in ("f16", "f32"):
         return s
     if format.scale == "e8m0":
@@ -183,17 +190,17 @@ def scale_of(b: Builder, format: Format, body: str, w: Value, half: int, sub: Va
     return b.fmul(b.sitofp(s, real), _field(b, c, "supers", w, 0, first, n, body))
 
 
-def shift_of(b: Builder, format: Format, body: str, w: Value, half: int, first: int, n: int) -> Value:
-    """What is added to each weight of these 32 columns after (code − zero) · scale."""
+def shift_of(b: Builder, format: Format, body: str, w: Value, half: int, sub: Value | int, first: int, n: int) -> Value:
+    """What is added to each weight of these columns after (code − zero) · scale."""
     c, real = format.coded, vec(F32, n)
     assert c is not None
-    s = scale_of(b, format, body, w, half, 0, first, n)
+    s = scale_of(b, format, body, w, half, sub, first, n)
     if "zeros" in c.names:
         z = _field(b, c, "zeros", w, 0 if c.group == 64 else half, first, n, body)
         return b.fmul(s, b.sitofp(b.sub(const(z.type, c.zero), z), real))
     if "offsets" in c.names:
         return fma(b, s, const(real, float(c.zero)), _field(b, c, "offsets", w, half, first, n, body))
-    m = b.fmul(b.sitofp(_field(b, c, "minimums", w, half, first, n, body), real), _field(b, c, "least", w, 0, first, n, body))
+    m = b.fmul(b.sitofp(_field(b, c, "minimums", w, group_at(b, c, half, sub), first, n, body), real), _field(b, c, "least", w, 0, first, n, body))
     return fma(b, s, const(real, float(c.zero)), b.fneg(m))
 
 
@@ -203,12 +210,12 @@ def unpacker(b: Builder, format: Format, body: str, w: Value) -> Any:
     assert c is not None
     subs = 2 if c.group == 16 else 1
     scales = [[scale_of(b, format, body, w, half, s, 0, 16) for s in range(subs)] for half in range(2)]
-    shifts = [shift_of(b, format, body, w, half, 0, 16) if c.shifts else None for half in range(2)]
+    shifts = [[shift_of(b, format, body, w, half, s, 0, 16) if c.shifts else None for s in range(subs)] for half in range(2)]
 
     def weights(j: int, half: int) -> list[Value]:
         line = codes_of(b, format, body, w, j, half, 0, 16)
         v = [numbers(b, format, body, w, j, half, kk, 0, 16, line) for kk in range(4)]
-        s, m = scales[half][j * subs // 8], shifts[half]
+        s, m = scales[half][j * subs // 8], shifts[half][j * subs // 8]
         return [b.fmul(x, s) if m is None else fma(b, x, s, m) for x in v]
     return weights
 
@@ -285,16 +292,26 @@ def tile(b: Builder, format: Format, body: str, add: Any, w: Value, xs: list[Val
                         sums[t, h, p] = _add(b, c, body, sums[t, h, p], columns[p], x)
         for h in halves:
             scales = [scale_of(b, format, body, w, h, s, n * p, n) for p in parts]
-            shifts = [shift_of(b, format, body, w, h, n * p, n) for p in parts] if c.shifts else []
+            shifts = [shift_of(b, format, body, w, h, s, n * p, n) for p in parts] if c.shifts else []
             for t in tokens:
                 sx = spread(b, xs[t], F32, n, SCALE_AT + 4 * h)
+                if shifts:
+                    sums_x = spread(b, xs[t], F32, n, SUM_AT + 4 * h) if subs == 1 else sum_of(b, c, body, xs[t], START_AT + 4 * (2 * h + s), sx)
                 for p in parts:
                     total = sums[t, h, p]
                     if wraps(c, body):
                         total = pair_sums(b, b.bitcast(total, vec(ir.IntType(16), 16)))
                     add(t, p, b.sitofp(total, real), b.fmul(scales[p], sx))
                     if shifts:
-                        add(t, p, shifts[p], spread(b, xs[t], F32, n, SUM_AT + 4 * h))
+                        add(t, p, shifts[p], sums_x)
+
+
+def sum_of(b: Builder, c: Coded, body: str, x: Value, start: int, scale: Value) -> Value:
+    """Scale times the sum of 16 codes of an activation, from their start, which is −zero times that sum."""
+    total = spread(b, x, I32, scale.type.count, start)
+    if wraps(c, body):
+        total = pair_sums(b, b.bitcast(total, vec(ir.IntType(16), 16)))
+    return b.fmul(b.sitofp(total, scale.type), b.fmul(scale, const(scale.type, -1.0 / c.zero)))
 
 
 # ---- activations -------------------------------------------------------------------------------------------------------------------

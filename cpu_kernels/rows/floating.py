@@ -52,8 +52,9 @@ def _coded(b: Builder, format: Format, body: str, tile: Value, j: Value, kk: int
     v = coded.numbers(b, format, body, tile, j, group, kk, first, n, coded.codes_of(b, format, body, tile, j, group, first, n))
     if outside(format):
         return v
-    s = coded.scale_of(b, format, body, tile, group, b.lshr(j, const(I64, 2)), first, n)
-    return fma(b, v, s, coded.shift_of(b, format, body, tile, group, first, n)) if format.coded and format.coded.shifts else b.fmul(v, s)
+    sub = b.lshr(j, const(I64, 2))
+    s = coded.scale_of(b, format, body, tile, group, sub, first, n)
+    return fma(b, v, s, coded.shift_of(b, format, body, tile, group, sub, first, n)) if format.coded and format.coded.shifts else b.fmul(v, s)
 
 
 def outside(format: Format) -> bool:

@@ -59,7 +59,7 @@ def _coded(base, n, k, live, HALF: tl.constexpr, FORMAT: tl.constexpr):
             q -= tl.where(z >= 128, z - 256, z)[:, None]
         return q.to(tl.float32) * _f32(base + 4 * r, live)[:, None]
     else:
-        lines: tl.constexpr = (32, 96, 96, 160, 0, 0, 0, 0, 128, 128, 96, 96, 128, 128, 64, 64)[FORMAT - 5]
+        lines: tl.constexpr = (32, 96, 96, 160, 0, 0, 0, 0, 128, 128, 96, 0, 128, 128, 64, 64, 0)[FORMAT - 5]
         q = (_u8(byte + lines + 64 * j, m) >> (4 * HALF)) & 15
         if FORMAT <= 6:                                       # E2M1, doubled: 0 1 2 3 4 6 8 12
             v = q & 7
@@ -73,6 +73,11 @@ def _coded(base, n, k, live, HALF: tl.constexpr, FORMAT: tl.constexpr):
             return (q - _u8(base + 64 + r, live)[:, None]).to(tl.float32) * _f32(base + 4 * r, live)[:, None]
         if FORMAT == 8:
             return (q - _u8(base + 128 + 16 * HALF + r, live)[:, None]).to(tl.float32) * _f32(base + 64 * HALF + 4 * r, live)[:, None]
+        if FORMAT == 21:
+            q = (_u8(byte + 192 + 64 * (j % 4), m) >> (4 * HALF + 2 * (j // 4))) & 3
+            at16 = base[:, None] + 32 * HALF + 16 * (k // 16) + r[:, None]
+            s = _u8(at16, m).to(tl.float32) * _f16(base + 128 + 2 * r, live)[:, None]
+            return q.to(tl.float32) * s - _u8(at16 + 64, m).to(tl.float32) * _f16(base + 160 + 2 * r, live)[:, None]
         if FORMAT >= 19:                                      # ggml's sixteen values, by their differences
             v = tl.zeros_like(q) - 127
             for i in tl.static_range(15):
@@ -86,8 +91,9 @@ def _coded(base, n, k, live, HALF: tl.constexpr, FORMAT: tl.constexpr):
                 q |= ((_u8(byte + 640 + 64 * HALF, m) >> j) & 1) << 4
             return q.to(tl.float32) * _f16(base + 32 * HALF + 2 * r, live)[:, None] + _f16(base + 64 + 32 * HALF + 2 * r, live)[:, None]
         if FORMAT == 16:
+            q = ((_u8(byte + 96 + 64 * (j % 4), m) >> (4 * HALF + 2 * (j // 4))) & 3) | (((_u8(byte + 352 + 64 * HALF, m) >> j) & 1) << 2)
             s = _u8(base[:, None] + 32 * HALF + 16 * (k // 16) + r[:, None], m)
-            return (q - 8).to(tl.float32) * (tl.where(s >= 128, s - 256, s).to(tl.float32) * _f16(base + 64 + 2 * r, live)[:, None])
+            return (q - 4).to(tl.float32) * (tl.where(s >= 128, s - 256, s).to(tl.float32) * _f16(base + 64 + 2 * r, live)[:, None])
         if FORMAT == 15:
             q |= ((_u8(byte + 608 + 128 * HALF + 64 * (j // 4), m) >> (2 * (j % 4))) & 3) << 4
             s = _u8(base[:, None] + 32 * HALF + 16 * (k // 16) + r[:, None], m)
@@ -108,7 +114,7 @@ def halves(tiles, n, KT, kt, live, dtype: tl.constexpr, FORMAT: tl.constexpr):
     r = (n % 16)[:, None]
     m = live[:, None]
     if FORMAT > 4:
-        size: tl.constexpr = (544, 608, 608, 672, 1088, 1088, 1120, 1088, 640, 768, 864, 608, 640, 768, 576, 576)[FORMAT - 5]
+        size: tl.constexpr = (544, 608, 608, 672, 1088, 1088, 1120, 1088, 640, 768, 864, 480, 640, 768, 576, 576, 448)[FORMAT - 5]
         base = tiles + at * size
         lo = _coded(base, n, k, live, 0, FORMAT)
         hi = _coded(base, n, k, live, 1, FORMAT)

@@ -181,8 +181,10 @@ BLOCKS: dict[str, Block] = {
     "Q5_1": Block(7, 32, 24, 5, q5_1, kept("q5_1", lambda b: {
         "codes": pairs(b[:, 8:]) | fifth_bits(b, 4), "scales": half(b, 0), "offsets": half(b, 2)})),
     "Q8_0": Block(8, 32, 34, 8, q8_0, kept("q8_0", lambda b: {"codes": b[:, 2:].view(np.int8), "scales": half(b, 0)})),
-    "Q2_K": Block(10, 256, 84, 2, q2_k), "Q3_K": Block(11, 256, 110, 3, q3_k, kept("q3_k", lambda b: {
-        "codes": (codes_q3_k(b) + 8).view(np.uint8), "scales": scales_q3_k(b), "supers": half(b, 108)})),
+    "Q2_K": Block(10, 256, 84, 2, q2_k, kept("q2_k", lambda b: {
+        "codes": twos(b[:, 16:80]), "scales": b[:, :16] & 15, "minimums": b[:, :16] >> 4, "supers": half(b, 80), "least": half(b, 82)})),
+    "Q3_K": Block(11, 256, 110, 3, q3_k, kept("q3_k", lambda b: {
+        "codes": (codes_q3_k(b) + 4).view(np.uint8), "scales": scales_q3_k(b), "supers": half(b, 108)})),
     "Q4_K": Block(12, 256, 144, 4, q4_k, kept("q4_k", lambda b: super_k(b, halves_of_64(b[:, 16:])))),
     "Q5_K": Block(13, 256, 176, 5, q5_k, kept("q5_k", lambda b: super_k(b, codes_q5_k(b)))),
     "Q6_K": Block(14, 256, 210, 6, q6_k, kept("q6_k", lambda b: {

@@ -114,7 +114,7 @@ def test_a_small_card_gets_eight_bit_dense_weights_and_a_large_one_keeps_sixteen
 
 @pytest.mark.parametrize(("arriving", "kept"), [("bf16", "int4_g32"), ("f32", "int4_g32"), ("int8_g32", "int8_g32"), ("fp8", "fp8"), ("fp8_e5m2", "int8_g32"),
                                                 ("f16", "int4_g32"), ("gptq_int4_g128", "int4_g32"), ("gptq_int8_g128", "int8_g32"), ("int6", "int8_g32"),
-                                                ("q4_k+q6_k", "q4_k+q6_k"), ("q4_k+q2_k", "q4_k+int4_g32"), ("q2_k+q6_k", "int4_g32+q6_k"), ("q2_k+int4_g32", "int4_g32")])
+                                                ("q4_k+q6_k", "q4_k+q6_k"), ("q4_k+fp8_e5m2", "q4_k+int8_g32"), ("bf16+q6_k", "int4_g32+q6_k"), ("bf16+int4_g32", "int4_g32")])
 def test_experts_are_kept_as_they_arrive_or_in_the_documented_format(arriving, kept):
     assert set(make(arriving=arriving).expert_formats) == {kept}
     assert set(make(arriving=arriving, expert_format="bf16").expert_formats) == {"bf16"}
