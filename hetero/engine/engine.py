@@ -63,6 +63,7 @@ class Live:
     def __init__(self, request: Request, sequences: list[Sequence]) -> None:
         self.request, self.sequences = request, sequences
         self.tallies = {s.index: Tally(request.prompt) for s in sequences if _penalized(request)}
+        self.draws: dict[int, Draw] = {}                   # of sequences whose draw is the same for every token
         self.open = set(range(len(sequences)))
         self.prefilled = False
 
@@ -221,9 +222,15 @@ class Engine:
         return choose(logits, [self._draw(w.sequence) for w, _ in picked])
 
     def _draw(self, sequence: Sequence) -> Draw:
-        sampling, early = sequence.request.sampling, sequence.generated < sequence.request.sampling.min_tokens
-        return Draw(sampling, sequence.seed, sequence.generated, sequence.index, self.live[sequence.request.id].tallies.get(sequence.index),
-                    tuple(self.eos.union(sampling.stop_ids)) if early else (), self._allowed(sequence))
+        live, index = self.live[sequence.request.id], sequence.index
+        if (same := live.draws.get(index)) is not None:
+            return same
+        sampling, at = sequence.request.sampling, sequence.generated
+        early = tuple(self.eos.union(sampling.stop_ids)) if at < sampling.min_tokens else ()
+        draw = Draw(sampling, sequence.seed, at, index, live.tallies.get(index), early, self._allowed(sequence))
+        if draw.plain and draw.greedy and sequence.mask is None:
+            live.draws[index] = draw
+        return draw
 
     def _allowed(self, sequence: Sequence) -> Row[int] | None:
         """The request's mask; nothing at all when the mask fails, which ends that request alone."""
