@@ -25,6 +25,8 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cpu_kernels import FORMATS
+from cpu_kernels.codes import quantize
 from hetero.arch import gguf as arch_gguf
 from hetero.arch import tensors
 from hetero.llm import LLM
@@ -121,7 +123,7 @@ SAFE: dict[str, tuple[dict[str, Any] | None, Callable[[Tensor], Parts]]] = {
     "awq_g128": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
     "fp8_block": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8_block), "fp8_channel": (CT, fp8_channel),
     "mxfp4": (CT, mxfp4), "nvfp4": (CT, nvfp4)}
-GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL", "MXFP4", "Q6_K", "Q5_K", "Q4_K")
+GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL", "MXFP4", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "Q3_K", "Q2_K")
 
 
 def halves(value: np.ndarray) -> np.ndarray:
@@ -160,6 +162,45 @@ def q6_k(w: np.ndarray) -> np.ndarray:
     low = (q & 15).reshape(-1, 2, 2, 64)
     high = (q >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None]).sum(2, dtype=np.uint8)
     return np.concatenate([(low[:, :, 0] | low[:, :, 1] << 4).reshape(-1, 128), high.reshape(-1, 64), s.view(np.uint8), halves(d)], 1)
+
+
+def six(w: np.ndarray, group: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(weights over their scales, ±most [blocks, groups, group]; scales + 32 [blocks, groups]; fp16 per block) of signed six-bit scales."""
+    x = w.reshape(-1, 256 // group, group)
+    scale = np.abs(x).max(-1) / most
+    d = (scale.max(-1) / 31).astype(np.float16)
+    s = np.rint(scale / np.maximum(d.astype(np.float32), 1e-12)[:, None]).clip(0, 31)
+    return x / np.maximum(d.astype(np.float32)[:, None] * s, 1e-12)[..., None], (s + 32).astype(np.uint8), d
+
+
+def quarters(q: np.ndarray) -> np.ndarray:
+    """Codes of two bits, [blocks, 256] to [blocks, 64]."""
+    return (q.reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8)[:, None]).sum(2, dtype=np.uint8).reshape(-1, 64)
+
+
+def q2_k(w: np.ndarray) -> np.ndarray:
+    q, f = quantize(FORMATS["q2_k"], w.reshape(-1, 256))
+    return np.concatenate([f["scales"] | f["minimums"] << 4, quarters(q), halves(f["supers"][:, 0]), halves(f["least"][:, 0])], 1)
+
+
+def q3_k(w: np.ndarray) -> np.ndarray:
+    x, s, d = six(w, 16, 3)
+    q = (np.rint(x).clip(-4, 3) + 4).astype(np.uint8).reshape(-1, 256)
+    upper = (q.reshape(-1, 8, 32) >> 2 << np.arange(8, dtype=np.uint8)[:, None]).sum(1, dtype=np.uint8)
+    high = (s.reshape(-1, 4, 4) >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None]).sum(1, dtype=np.uint8)
+    return np.concatenate([upper, quarters(q & 3), s[:, :8] & 15 | (s[:, 8:] & 15) << 4, high, halves(d)], 1)
+
+
+def iq4_xs(w: np.ndarray) -> np.ndarray:
+    (x, s, d), table = six(w, 32, 127), IQ4.astype(np.float32)
+    q = np.searchsorted((table[1:] + table[:-1]) / 2, x).astype(np.uint8)
+    high = (s.astype(np.uint16) >> 4 << np.arange(0, 16, 2, dtype=np.uint16)).sum(1, dtype=np.uint16)
+    return np.concatenate([halves(d), high[:, None].view(np.uint8), s[:, ::2] & 15 | (s[:, 1::2] & 15) << 4,
+                           (q[:, :, :16] | q[:, :, 16:] << 4).reshape(-1, 128)], 1)
+
+
+ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Q4_K": lambda v: q45_k(v, 4), "Q5_K": lambda v: q45_k(v, 5), "Q6_K": q6_k, "IQ4_NL": iq4_nl, "IQ4_XS": iq4_xs, "Q3_K": q3_k, "Q2_K": q2_k}
 
 
 def convert(name: str, out: Path) -> Path:
@@ -209,9 +250,9 @@ def write_gguf(kind: str, c: Checkpoint, out: Path) -> Path:
         elif t.expert == 0:
             part, l = t.key.split(".")[1], t.layer or 0
             value = np.stack([dequantize(getattr(c.expert(l, e), part)) for e in range(config["num_experts"])])
-            use = kind if not kind.endswith("_K") or value.shape[-1] % 256 == 0 else "Q8_0"
+            use = kind if not kind.endswith(("_K", "_XS")) or value.shape[-1] % 256 == 0 else "Q8_0"
             number = library.GGMLQuantizationType[use]
-            made = {"Q4_K": lambda v: q45_k(v, 4), "Q5_K": lambda v: q45_k(v, 5), "Q6_K": q6_k, "IQ4_NL": iq4_nl}.get(use)
+            made = ENCODERS.get(use)
             raw = library.quants.quantize(value, number) if made is None else made(value).reshape(*value.shape[:2], -1)
             w.add_tensor(name, raw, raw_dtype=number)
     w.write_header_to_file()

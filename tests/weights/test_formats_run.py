@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 REPACKED = {"bf16"}
 NAMES = ["bf16", "ct_int4_g32", "ct_int4_g128", "gptq_g128", "gptq_g64_act_order", "awq_g128", "fp8_block", "fp8_channel", "mxfp4", "nvfp4", "Q8_0", "Q5_1", "Q4_1", "IQ4_NL", "Q5_0",
-         "Q4_0", "MXFP4", "Q6_K", "Q5_K", "Q4_K"]
+         "Q4_0", "MXFP4", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "Q3_K", "Q2_K"]
 
 
 @pytest.fixture(scope="module")

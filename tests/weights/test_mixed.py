@@ -19,6 +19,7 @@ NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.
          "mlp.gate": "ffn_gate_inp"}
 Q4_K_M = [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q4_K", "Q4_K"), ("Q4_K", "Q4_K", "Q6_K"), ("Q5_K", "Q5_K", "Q6_K")]
 DYNAMIC = [("Q5_K", "Q5_K", "Q8_0"), ("Q4_1", "Q4_1", "Q5_1"), ("Q4_K", "Q5_K", "Q6_K"), ("Q4_K", "Q4_K", "BF16")]
+SMALL = [("Q2_K", "Q2_K", "Q3_K"), ("IQ4_XS", "IQ4_XS", "Q5_K"), ("Q3_K", "Q3_K", "IQ4_NL"), ("Q2_K", "Q2_K", "Q2_K")]
 WIDE = [("Q4_K", "Q4_K", "Q6_K")]
 
 
@@ -51,7 +52,7 @@ def publish(path, layers, formats, make, hidden=256, inter=256, experts=4):
             w.add_tensor(name, value.numpy())
             return value
         number, rows = library.GGMLQuantizationType[kind], value.numpy() / np.sqrt(value.shape[-1]) * 4
-        made = {"Q4_K": lambda v: formats.q45_k(v, 4), "Q5_K": lambda v: formats.q45_k(v, 5), "Q6_K": formats.q6_k}.get(kind)
+        made = formats.ENCODERS.get(kind)
         raw = library.quants.quantize(rows, number) if made is None else made(rows).reshape(*rows.shape[:-1], -1)
         w.add_tensor(name, raw, raw_dtype=number)
         return torch.from_numpy(library.quants.dequantize(raw, number).reshape(rows.shape))
@@ -81,8 +82,9 @@ def layers_said(llm):
 
 @pytest.mark.parametrize(("layers", "shape", "said"), [
     (Q4_K_M, {}, ["q4_k+q6_k -> q4_k+q6_k, exact", "q4_k -> q4_k, exact", "q4_k+q6_k -> q4_k+q6_k, exact", "q5_k+q6_k -> q5_k+q6_k, exact"]),
+    (SMALL, {}, ["q2_k+q3_k -> q2_k+q3_k, exact", "iq4_xs+q5_k -> iq4_xs+q5_k, exact", "q3_k+iq4_nl -> q3_k+iq4_nl, exact", "q2_k -> q2_k, exact"]),
     (DYNAMIC, {}, ["q5_k+q8_0 -> q5_k+q8_0, exact", "q4_1+q5_1 -> q4_1+q5_1, exact", "q4_k+q5_k+q6_k -> int8_g32+q6_k, error", "q4_k+bf16 -> q4_k+int4_g32, error"]),
-    pytest.param(WIDE, {"hidden": 2048, "inter": 768}, ["q4_k+q6_k -> q4_k+q6_k, exact"], marks=pytest.mark.slow)], ids=["q4_k_m", "dynamic", "wide"])
+    pytest.param(WIDE, {"hidden": 2048, "inter": 768}, ["q4_k+q6_k -> q4_k+q6_k, exact"], marks=pytest.mark.slow)], ids=["q4_k_m", "small", "dynamic", "wide"])
 @torch.no_grad()
 def test_every_matrix_is_kept_in_its_own_format_and_answers_as_transformers_does(layers, shape, said, formats, make, tmp_path):
     model = publish(tmp_path / "m.gguf", layers, formats, make, **shape)
