@@ -148,7 +148,7 @@ def bench(llm: LLM, says: Says, named: str, lines: Sequence[str], text: Path, pa
     if not any(s.tokens for s in found.values()):
         raise BadOption(f"--text {text}: no line has two tokens", "longer lines")
     facts: dict[str, Any] = machine_facts(llm.team.threads) | {
-        "model": llm.name, "reference": named, "experts": "+".join(sorted(set(llm.bank.formats.values()))), "dense": llm.plan.dense_format,
+        "model": llm.name, "reference": named, "experts": ", ".join(sorted(set(llm.bank.formats.values()))), "dense": llm.plan.dense_format,
         "KV": llm.plan.kv_dtype, "precision": llm.options.precision, "text": f"{len(lines)} lines of {text.name}"}
     return Result("quality", facts, [s.row(path) for path, s in found.items()],
                   ["KL(reference || engine) in nats per token; its interval draws lines anew. Paths: prompt chunks, and token by token."])

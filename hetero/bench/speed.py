@@ -204,7 +204,7 @@ def table(llm: LLM, cells: Sequence[Cell], tokens: int, rounds: int) -> Result:
                      "spread %": round(100 * spread(c.step_s), 1) if len(c.step_s) > 3 else None, "of read bound": share,
                      "read GB/s": median(c.read_s) / 1e9, "MB a step": sum(sizes.values()) / 1e6})
     facts = machine_facts(llm.team.threads) | {"model": llm.name, "team": f"{llm.team.threads} threads on cores {llm.team.cores}",
-                                               "device": llm.plan.device, "experts": "+".join(sorted(set(llm.bank.formats.values()))),
+                                               "device": llm.plan.device, "experts": ", ".join(sorted(set(llm.bank.formats.values()))),
                                                "dense": llm.plan.dense_format, "KV": llm.plan.kv_dtype, "output tokens": tokens, "rounds": rounds,
                                                "load s": round(llm.load_s, 1)}
     for c in cells:

@@ -123,7 +123,7 @@ def load(weights: Weights, asked: str = "auto", cache_dir: Path | None = None, t
         origins = fill(bank, weights, threads, progress)
         if key and cache_dir and isinstance(weights, Checkpoint):
             name = weights.source.name
-            described = {"model": name, "formats": "+".join(sorted(set(bank.formats.values()))), "of": weights_key(weights),
+            described = {"model": name, "formats": ", ".join(sorted(set(bank.formats.values()))), "of": weights_key(weights),
                          "origins": {l: vars(o) for l, o in origins.items()}}
             note = packed.write(cache_dir, key, bank.arena.memory, described, progress)
     bank.biases = {l: weights.expert_biases(l) for l in weights.model.moe_layers}

@@ -1,8 +1,8 @@
 """Where in a checkpoint one logical tensor lies: alone, stacked with other experts, or fused with its neighbour; knows names and shapes, no numbers.
 
 Spellings of routed experts: one tensor each; [E, 2I, H] halves (transformers 5, Granite); [E, H, 2I] transposed (Qwen3-VL, Llama 4);
-[E, H, 2I] transposed, interleaved, with biases (gpt-oss), and its MXFP4 blocks [E, 2I, H/32, 16]; [E, N, K] stacks (GGUF).
-Dense gate and up may be halves of one matrix too.
+[E, H, 2I] transposed, interleaved, with biases (gpt-oss), and its MXFP4 blocks [E, 2I, H/32, 16]; [E, N, K] stacks (GGUF), or
+[E, 2I, H] halves. Dense gate and up may be halves of one matrix too.
 """
 
 import re
@@ -76,6 +76,9 @@ class Layout:
         if not beside and tensor.key in ("mlp.gate", "mlp.up", "shared.gate", "shared.up"):
             parent, half = stem.rpartition(".")[0], (int(tensor.key.endswith("up")), False)
             stem = next((s for s in (f"{parent}.input_linear", f"{parent}.gate_up_proj") if s in self.beside), stem)
+            beside = self.beside.get(stem, {})
+        if not beside and tensor.key.startswith(("expert.gate", "expert.up")):
+            stem, half = re.sub(r"ffn_(gate|up)_exps$", "ffn_gate_up_exps", stem), (int(tensor.key.startswith("expert.up")), False)
             beside = self.beside.get(stem, {})
         if not beside and tensor.key == "attn.kv_b" and not bias:
             halves = [self.stored.get(name.replace("kv_b", k)) for k in ("k_b", "v_b")]

@@ -20,7 +20,7 @@ NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.
 Q4_K_M = [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q4_K", "Q4_K"), ("Q4_K", "Q4_K", "Q6_K"), ("Q5_K", "Q5_K", "Q6_K")]
 DYNAMIC = [("Q5_K", "Q5_K", "Q8_0"), ("Q4_1", "Q4_1", "Q5_1"), ("Q4_K", "Q5_K", "Q6_K"), ("Q4_K", "Q4_K", "BF16")]
 SMALL = [("Q2_K", "Q2_K", "Q3_K"), ("IQ4_XS", "IQ4_XS", "Q5_K"), ("Q3_K", "Q3_K", "IQ4_NL"), ("Q2_K", "Q2_K", "Q2_K")]
-WIDE = [("Q4_K", "Q4_K", "Q6_K")]
+FUSED, WIDE = [("Q4_K", "Q4_K", "Q6_K")], [("Q4_K", "Q4_K", "Q6_K")]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def formats():
     return made
 
 
-def publish(path, layers, formats, make, hidden=256, inter=256, experts=4):
+def publish(path, layers, formats, make, hidden=256, inter=256, experts=4, fused=False):
     """A file of these (gate, up, down) block types, and transformers' model on the library's dequantization of it."""
     vocab = len(json.loads((formats.EMBEDDED / "tokenizer.json").read_text())["model"]["vocab"]) + 20
     config = transformers.Qwen3MoeConfig(
@@ -61,7 +61,9 @@ def publish(path, layers, formats, make, hidden=256, inter=256, experts=4):
         parts = name.removesuffix(".weight").split(".")
         if "experts" in name:
             gate, up, down = layers[int(parts[2])]
-            if name.endswith("gate_up_proj"):
+            if name.endswith("gate_up_proj") and fused:
+                p.data = add(f"blk.{parts[2]}.ffn_gate_up_exps.weight", gate, p.data)
+            elif name.endswith("gate_up_proj"):
                 halves = zip(("gate", "up"), (gate, up), p.data.chunk(2, 1), strict=True)
                 p.data = torch.cat([add(f"blk.{parts[2]}.ffn_{n}_exps.weight", kind, half.contiguous()) for n, kind, half in halves], 1)
             else:
@@ -82,9 +84,10 @@ def layers_said(llm):
 
 @pytest.mark.parametrize(("layers", "shape", "said"), [
     (Q4_K_M, {}, ["q4_k+q6_k -> q4_k+q6_k, exact", "q4_k -> q4_k, exact", "q4_k+q6_k -> q4_k+q6_k, exact", "q5_k+q6_k -> q5_k+q6_k, exact"]),
+    (FUSED, {"fused": True}, ["q4_k+q6_k -> q4_k+q6_k, exact"]),
     (SMALL, {}, ["q2_k+q3_k -> q2_k+q3_k, exact", "iq4_xs+q5_k -> iq4_xs+q5_k, exact", "q3_k+iq4_nl -> q3_k+iq4_nl, exact", "q2_k -> q2_k, exact"]),
     (DYNAMIC, {}, ["q5_k+q8_0 -> q5_k+q8_0, exact", "q4_1+q5_1 -> q4_1+q5_1, exact", "q4_k+q5_k+q6_k -> int8_g32+q6_k, error", "q4_k+bf16 -> q4_k+int4_g32, error"]),
-    pytest.param(WIDE, {"hidden": 2048, "inter": 768}, ["q4_k+q6_k -> q4_k+q6_k, exact"], marks=pytest.mark.slow)], ids=["q4_k_m", "small", "dynamic", "wide"])
+    pytest.param(WIDE, {"hidden": 2048, "inter": 768}, ["q4_k+q6_k -> q4_k+q6_k, exact"], marks=pytest.mark.slow)], ids=["q4_k_m", "fused", "small", "dynamic", "wide"])
 @torch.no_grad()
 def test_every_matrix_is_kept_in_its_own_format_and_answers_as_transformers_does(layers, shape, said, formats, make, tmp_path):
     model = publish(tmp_path / "m.gguf", layers, formats, make, **shape)
