@@ -1,7 +1,7 @@
 """The job of a routed layer: sorts tokens by expert, shares rows out to the team's threads, sums. Knows addresses in words; `moe` fills them.
 
 One job, two barriers. Stage 0: thread 0 sorts the pairs (token, expert) by expert while the others turn x into the format's partner.
-Stage 1: tasks of 32 rows of gate and up of one expert, for all of its tokens. Stage 2: tasks of 16 output columns over all experts, in
+Stage 1: tasks of 32 rows of gate and up of one expert, for all of its tokens. Stage 2: tasks of 16 to 64 output columns over all experts, in
 ascending order of expert, so that a token's sum has one order whatever the threads and its neighbours are.
 """
 from . import ffn, lanes
@@ -313,9 +313,7 @@ def job(control: int, tid: int, threads: int, a: int) -> int:
         return 0
     per, rows = word(a, INTER) // 32, (word(a, HIDDEN) + ROWS - 1) // ROWS
     n = word(a, USED_COUNT) * per
-    blocks = 1
-    if first_pair(a, word(a, USED_COUNT)) > word(a, USED_COUNT):             # some expert has several tokens
-        blocks = min(4, max(1, rows // (2 * threads)))
+    blocks = min(4, max(1, rows // (4 * threads)))   # a stream of several row blocks is long enough for the CPU's own prefetching
     downs = (rows + blocks - 1) // blocks
     lo2, hi2 = share(downs, tid, threads)
     lo2, hi2 = lo2 * blocks, min(hi2 * blocks, rows)

@@ -14,7 +14,7 @@ from . import coded, floating, integer
 NEXT_AT, STREAMS = 32, 4                              # the next task's streams stand behind up to four of this one
 AHEAD_NBYTES = 3456                                  # how far a stream is prefetched where vectors have 16 lanes
 AHEAD_MANY_NBYTES = 4608                             # the same for streams that follow each other
-AHEAD_NARROW_NBYTES = 1152                           # where they have 8
+AHEAD_NARROW_NBYTES = 2304                           # where they have 8
 MANY = 0                                             # `tokens` of the walk that takes any number of them
 
 
