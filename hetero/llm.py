@@ -14,8 +14,8 @@ import torch
 from cpu_kernels import cpu
 from cpu_kernels.team import Team
 from hetero import options as settings
-from hetero.arch import families, tensors
-from hetero.arch.spec import Model
+from hetero.arch import families, rope, tensors
+from hetero.arch.spec import GQA, MLA, Model
 from hetero.engine.devices import place
 from hetero.engine.engine import Engine
 from hetero.engine.placed import PAGE
@@ -210,6 +210,8 @@ class LLM:
                        + "".join(f", {g.tokens} in layers that see {g.window}" for g in self.plan.kv[1:]),
                  "planned": f"{self.plan.ram_bytes / 2**20:.0f} MiB, decode {self.plan.decode_tok_s:.0f} tok/s", "loaded in": f"{self.load_s:.1f} s",
                  **({"tile products": self.switch} if self.switch else {}),
+                 **({"rope": f"frequencies are those of {self.plan.ctx} tokens for texts of any length: a smaller ctx keeps those of short ones"}
+                    if rope.stretched((a.rope for x in self.model.layers if isinstance(a := x.attention, GQA | MLA)), self.plan.ctx) else {}),
                  **self.placed.facts,
                  **({} if self.placed.residents is None else {"expert cache": str(self.placed.residents)}),
                  **({"notes": "; ".join(self.source.notes)} if self.source.notes else {})}

@@ -160,6 +160,11 @@ def short_context(ropes: Iterable[Rope | None]) -> int | None:
     return min(found, default=None)
 
 
+def stretched(ropes: Iterable[Rope | None], ctx: int) -> bool:
+    """Whether a context of `ctx` tokens turns short texts otherwise than a short context would."""
+    return any(r is not None and not np.array_equal(frequencies(r, ctx)[0], frequencies(r)[0]) for r in ropes)
+
+
 def frequencies(rope: Rope, length: int = 0) -> tuple[np.ndarray, float]:
     """(inverse frequencies [dim / 2] float32 in radians per token, the factor on cos and sin).
 

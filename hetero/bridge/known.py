@@ -55,6 +55,8 @@ def name_of(config: dict[str, Any]) -> str | None:
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     if name in known:
         return name
+    if name and not SPEAKS.search(name):
+        return None                                                  # a classifier, a draft model: its model_type's class is another model
     alike = [n for n in known if n.lower() == name.lower()]          # Ernie4_5_VLMoe and Ernie4_5_VL_Moe
     kind = config.get("model_type")
     return alike[0] if alike else next((n for n, kinds in known.items() if kind in kinds), None)

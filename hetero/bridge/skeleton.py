@@ -129,7 +129,9 @@ def describe(name: str, module: Any, config: dict[str, Any]) -> Skeleton:
     model = spec.Model(name, hidden, vocab, 0.0, made, head_name in tied or head_name == embed_name or not head_name, {},
                        context=positions(text), others=tuple(others))
     strange = unread(config, module.config)
-    notes = ([] if known else ["bytes of the cache are counted by heads: its code would not run on no memory"]) + \
+    asked = str((config.get("architectures") or [name])[0])
+    notes = ([] if asked.lower() == name.lower() else [f"config names {asked}, which is not installed: run as {name}, by its model_type"]) + \
+        ([] if known else ["bytes of the cache are counted by heads: its code would not run on no memory"]) + \
         ([f"config keys without a field in transformers' record: {', '.join(strange)}"] if strange else []) + \
         ([f"only the text part is loaded: {len(left)} tensors of other parts are not"] if left else [])
     return Skeleton(name, module, model, routed, dense, left, tuple(notes), tied)

@@ -165,6 +165,7 @@ class Ops(Protocol):
     name: str                           # "plain", "host", "cuda"
     device: torch.device
     dtype: torch.dtype                  # of activations and of the residual stream
+    context: int                        # tokens that its rotary tables reach
 
     def embed(self, weight: Tensor, scale: float = 1.0) -> "Embed": ...
 

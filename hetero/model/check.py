@@ -11,6 +11,7 @@ from cpu_kernels import ExpertLayer, ExpertStore
 from cpu_kernels import plain as twins
 from cpu_kernels.team import Team
 from hetero.arch import spec
+from hetero.arch.rope import stretched
 from hetero.gpu.ops import KV, Check, LatentKV, Matrix, Ops
 from hetero.gpu.plain import Plain
 from hetero.memory.cache import Cache
@@ -23,7 +24,8 @@ WEIGHTS = {"": 1e-5, "f32": 1e-5, "bf16": 1e-5, "int8": 0.03, "int8_g32": 0.03} 
 def check_parts(ops: Ops, model: spec.Model, kv_dtype: str, dense_format: str) -> Iterator[Check]:
     """Matrices, attention of every shape and routers of every kind that the model has."""
     rough = 0.0 if ops.dtype == torch.float32 else 0.02                              # what 16-bit activations may add
-    twin = Plain(PROMPT + 1, str(ops.device))
+    ropes = [part.rope for layer in model.layers if isinstance(part := layer.attention, spec.GQA | spec.MLA)]
+    twin = Plain(max(PROMPT + 1, ops.context) if stretched(ropes, ops.context) else PROMPT + 1, str(ops.device))
     for format in dict.fromkeys(("f32", dense_format)):
         weight = drawn(80, min(model.hidden, 1024)) / min(model.hidden, 1024) ** 0.5
         weight = weight.bfloat16() if format == "bf16" else weight

@@ -88,6 +88,14 @@ def test_su_is_longrope_and_published_mscales_replace_the_computed_ones():
     np.testing.assert_allclose(rope.frequencies(found, 512)[0], 2 * rope.frequencies(found, 513)[0], rtol=1e-6)
 
 
+def test_a_context_says_whether_it_turns_short_texts_otherwise():
+    keys = {"rope_scaling": {"type": "su", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}, "original_max_position_embeddings": 512}
+    longrope, plain = rope.read(Fields(BASE | keys), HEAD), rope.read(Fields(BASE), HEAD)
+    assert not rope.stretched([longrope, plain, None], 512) and rope.stretched([plain, longrope], 513) and not rope.stretched([plain, None], 10 ** 6)
+    dynamic = rope.read(Fields(BASE | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}), HEAD)
+    assert not rope.stretched([dynamic], 4096) and rope.stretched([dynamic], 8192)
+
+
 def test_rope_parameters_per_layer_type_are_chosen_by_layer_type():
     keys = {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e6} | YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                                 "none_attention": None}}

@@ -15,9 +15,11 @@ from hetero.gpu.host import Host
 from hetero.gpu.ops import Check
 from hetero.model.check import check_parts
 
+LONG = spec.Scaling("longrope", (("long", (2.0,) * 16), ("long_size", 1.2), ("original", 32.0), ("short", (1.0,) * 16), ("short_size", 1.1)))
 ROUTED = spec.MoE(spec.Router(16, 2, "sigmoid", True, correction=True), 32)
 PARTS = {
     "grouped": spec.GQA(4, 2, 32, spec.Rope(32, 1e4), qk_norm="head"), "window": spec.GQA(4, 1, 32, spec.Rope(16, 1e4), window=8, sinks=True),
+    "stretched": spec.GQA(4, 2, 32, spec.Rope(32, 1e4, scaling=LONG)),         # the host's context is beyond its short factors
     "latent": spec.MLA(4, None, 32, 16, 24, spec.Rope(16, 1e4, interleaved=True))}
 
 
