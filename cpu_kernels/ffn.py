@@ -10,6 +10,7 @@ from .jit import address, kernel
 from .lanes import F32, I8, I32, I64, Builder, Value, const, load, op, splat, store, vec
 from .rows.coded import emit_take, starts_of, wraps
 from .rows.coded import zero_of as coded_zero_of
+from .rows.floating import LIFT
 from .rows.integer import SCALE_AT, START_AT, shifted, zero_of
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -23,6 +24,7 @@ peek16 = op(1, lambda b, a: b.zext(load(b, a, lanes.I16, 0, 2), I64), gives=True
 prefetch_far = op(1, lambda b, a: lanes.prefetch(b, a, 0, 2))
 _copy16 = op(2, lambda b, a, s: store(b, load(b, s, vec(F32, 16), 0, 4), a, 0, 4))
 _widen16 = op(2, lambda b, a, s: store(b, lanes.bf16_to_f32(b, s, 16), a, 0, 4))
+_lift16 = op(2, lambda b, a, s: store(b, b.fmul(load(b, s, vec(F32, 16), 0, 4), const(vec(F32, 16), LIFT)), a, 0, 4))
 _zero16 = op(1, lambda b, a: store(b, const(vec(F32, 16), 0.0), a, 0, 4))
 
 
@@ -162,7 +164,7 @@ def take(format: str, body: str, exact: bool) -> int:
     """Address of a kernel take(first, second, block, group): 2 × 16 float32 become group 0 or 1 of an activation block."""
     f = FORMATS[format]
     if rows.is_float(f, exact):
-        return address(_take_floats, 4)
+        return address(_take_lifted if f.name == "fp8" else _take_floats, 4)
     if f.coded:
         wide = op(4, emit_take(f.coded, body))
 
@@ -180,6 +182,13 @@ def take(format: str, body: str, exact: bool) -> int:
         return 0
 
     return address(take_codes, 4)
+
+
+@kernel(inner=True)
+def _take_lifted(first: int, second: int, block: int, group: int) -> int:
+    _lift16(block + 128 * group, first)
+    _lift16(block + 128 * group + 64, second)
+    return 0
 
 
 @kernel(inner=True)

@@ -198,7 +198,7 @@ class Linear:
             raise ValueError(f"buffer: {self.data.nbytes} B of {self.data.dtype}; {self.nbytes} B of uint8 at a multiple of 64 are needed")
         self.body = lanes.body_of(cpu.isa(isa))
         self.step = rows.block_nbytes(self.format, exact)
-        self.direct = rows.is_float(self.format, exact) and cols % COLS == 0      # rows of x already are activation blocks
+        self.direct = rows.is_plain(self.format, exact) and cols % COLS == 0      # rows of x already are activation blocks
         self._walks = [0] * len(WALKS)
         self._take = 0 if self.direct else ffn.take(self.format.name, self.body, exact)
 

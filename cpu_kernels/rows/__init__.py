@@ -23,6 +23,11 @@ def is_float(format: Format, exact: bool) -> bool:
     return exact or format.partner == "f32"
 
 
+def is_plain(format: Format, exact: bool) -> bool:
+    """True when a row of float32 already is what tiles of this format are multiplied with."""
+    return is_float(format, exact) and format.name != "fp8"
+
+
 def family_of(format: Format, exact: bool) -> Any:
     """The module that multiplies this format's tiles."""
     return floating if is_float(format, exact) else coded if format.coded else integer

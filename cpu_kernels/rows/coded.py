@@ -140,6 +140,16 @@ def fp8(b: Builder, code: Value) -> Value:
     return b.bitcast(b.and_(b.ashr(code, const(code.type, 4)), const(code.type, -0x78100000)), vec(F32, code.type.count))
 
 
+def fp8_columns(b: Builder, line: Value) -> list[Value]:
+    """A line of E4M3, 4 columns -> their float32 · 2^−120: bf16 in the upper and lower halves of words, the odd columns' and the even ones'."""
+    words = b.bitcast(line, vec(ir.IntType(16), 2 * line.type.count))
+    mask, four = const(words.type, -0x7810), const(words.type, 4)
+    odd = b.bitcast(b.and_(b.ashr(words, four), mask), line.type)
+    even = b.bitcast(b.and_(b.ashr(b.shl(words, const(words.type, 8)), four), mask), line.type)
+    halves = [b.shl(v, const(line.type, 16)) for v in (even, odd)] + [b.and_(v, const(line.type, -0x10000)) for v in (even, odd)]
+    return [b.bitcast(v, vec(F32, line.type.count)) for v in halves]
+
+
 def numbers(b: Builder, format: Format, body: str, w: Value, j: Value | int, half: int, kk: int, first: int, n: int, line: Value) -> Value:
     """float32 of column 32·half + 4j + kk before its scale; `line`: what `codes_of` gives of these columns."""
     c = format.coded

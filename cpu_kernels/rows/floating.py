@@ -4,7 +4,7 @@
 **f16**, 2,048 B: 64 lines of 32 B, line k holds w[0..15, k].
 **bf16**, 2,048 B: 32 lines of 64 B, 16-bit word 2n + kk of line j is w[n, 2j + kk]: a row of an AMX bf16 B tile.
 
-The activation of 64 columns is a block of 256 B: 64 float32. Products of bf16 weights with float32 activations are summed in float32;
+The activation of 64 columns is a block of 256 B: 64 float32 (fp8: times LIFT). Products with float32 activations are summed in float32;
 each tile is summed on its own before it joins the row, which halves the rounding of long rows. Formats of codes are multiplied here
 when activations must not be rounded (precision "exact"): the code is widened, the group's sum is scaled.
 """
@@ -18,6 +18,7 @@ from .integer import LINES_AT, scales_of
 Add = Any
 BLOCK_NBYTES = 256
 COLUMNS = 8                                          # of one turn of the loop
+LIFT = 2.0 ** 60                                     # of fp8's activations: its weights are 2^120 too small, their products so only 2^60
 
 
 def at_once(format: Format, body: str) -> tuple[int, ...]:
@@ -80,7 +81,13 @@ def tile(b: Builder, format: Format, body: str, add: Add, w: Value, xs: list[Val
                 fresh(b)
                 if 64 * c < step:
                     prefetch(b, pulled, 4 * step * group + 64 * c)
-                columns = [column(b, format, body, w, loop.index, c, group, n * p, n) for p in parts]
+                if format.name != "fp8":
+                    columns = [column(b, format, body, w, loop.index, c, group, n * p, n) for p in parts]
+                elif c % 4 == 0:
+                    j = b.add(b.shl(loop.index, const(I64, 1)), const(I64, c // 4))
+                    four = [coded.fp8_columns(b, coded.codes_of(b, format, body, w, j, group, n * p, n)) for p in parts]
+                if format.name == "fp8":
+                    columns = [part[c % 4] for part in four]
                 for t in tokens:
                     x = spread(b, b.add(xs[t], at), F32, n, 4 * (32 * group + c))
                     for p in parts:
@@ -93,5 +100,7 @@ def tile(b: Builder, format: Format, body: str, add: Add, w: Value, xs: list[Val
             scale = None
             if outside(format):
                 scale = coded.scale_of(b, format, body, w, group, 0, n * p, n) if format.coded else scales_of(b, format, body, w, group, n * p, n)
+            if format.name == "fp8":
+                scale = b.fmul(scale, const(vec(F32, n), LIFT))
             for t in tokens:
                 add(t, p, b.load(sums[t, p]), scale)

@@ -35,7 +35,7 @@ def run(linear: Linear, x: np.ndarray, team: Team, bias: np.ndarray | None = Non
     return out
 
 
-@pytest.mark.parametrize("format", ["f32", "bf16", "int8_g32", "int4_g32"])
+@pytest.mark.parametrize("format", ["f32", "bf16", "int8_g32", "int4_g32", "fp8"])
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_products_are_those_of_float64_and_the_same_bits_for_any_number_of_tokens(format: str, rows: int, cols: int, team: Team) -> None:
     linear, bias = made(format, rows, cols)
@@ -50,7 +50,7 @@ def test_products_are_those_of_float64_and_the_same_bits_for_any_number_of_token
 
 
 @pytest.mark.parametrize("isa", [i for i in cpu.isas() if i in lanes.BODIES])
-@pytest.mark.parametrize("format", ["f32", "f16", "bf16", "int8_g32", "int4_g32", "q4_k", "mxfp4"])
+@pytest.mark.parametrize("format", ["f32", "f16", "bf16", "int8_g32", "int4_g32", "q4_k", "mxfp4", "fp8"])
 def test_every_body_multiplies_panels_of_every_size_as_it_does_one_token(format: str, isa: str) -> None:
     rng = np.random.default_rng(3)
     linear = Linear(format, 72, 200, exact=True, isa=isa)
