@@ -23,6 +23,7 @@ from hetero.wire.records import Info, Job
 if TYPE_CHECKING:
     from hetero.llm import LLM
 
+NICER = 3                                # than the server: where every core computes, /health and the readers' bytes come first
 BEAT_S = 0.25                            # an idle worker says that it lives so often
 
 
@@ -149,6 +150,7 @@ def main(pipe: Connection, name: str | None, options: Options) -> None:
             pipe.send(("loading", doing, done, total))
     try:
         announce_compiles()
+        os.nice(NICER)
         model = LLM(Path(name) if name and Path(name).exists() else name, options=options, progress=progress)
     except HeteroError as e:
         pipe.send(("failed", str(e)))

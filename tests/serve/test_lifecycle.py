@@ -26,6 +26,7 @@ from hetero.options import config_names
 from hetero.serve.door import Settings
 from hetero.serve.run import JsonLines, Server, notify, read_keys
 from hetero.serve.stream import kept_alive
+from hetero.serve.worker import NICER
 
 HI = [{"role": "user", "content": "hi"}]
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -187,6 +188,7 @@ def test_the_program_serves_the_embedded_model_and_a_killed_engine_ends_it(tmp_p
     report = httpx.get(f"{program.url}/v1/report", timeout=200).json()
     assert report["layers"] and report["checks"]
     child = max(psutil.Process(program.process.pid).children(recursive=True), key=lambda c: c.memory_info().rss)
+    assert child.nice() == min(19, psutil.Process(program.process.pid).nice() + NICER)
     child.kill()
     code, said = program.end()
     assert code == 1 and "engine's process ended" in said and "self-test" in said and "generation_config.json" in said
