@@ -250,11 +250,13 @@ def quantize(format: Format, w: Array) -> tuple[Array, dict[str, Array]]:
         scale = ((g.max(-1) - low) / np.float32((1 << format.bits) - 1)).clip(0, 65504).astype(np.float16).astype(np.float32)
         q = np.clip(np.rint(_over(g - low[..., None], scale[..., None])), 0, (1 << format.bits) - 1)
         return _flat(q, w).astype(np.uint8), {"scales": scale, "offsets": low}
-    scale = top / np.float32(127)
+    scale = top / np.float32(127 if c.table or c.codes == "byte" else c.zero - 1)
     if format.scale == "f16":
         scale = np.minimum(scale, 65504).astype(np.float16).astype(np.float32)
     if c.table:
         return _flat(_nearest(c, _over(g, scale[..., None])), w), {"scales": scale}
+    if c.codes == "nibble":
+        return _flat(np.clip(np.rint(_over(g, scale[..., None])) + c.zero, 0, 2 * c.zero - 1), w).astype(np.uint8), {"scales": scale}
     return _flat(np.clip(np.rint(_over(g, scale[..., None])), -127, 127), w).astype(np.int8), {"scales": scale}
 
 

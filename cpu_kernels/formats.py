@@ -131,6 +131,7 @@ FORMATS: dict[str, Format] = {f.name: f for f in (
     _row("q3_k", 16, "i8", 3, Coded("nibble", (Field("scales", "i1", 4), Field("supers", "f2", 1)), 16, 4, 1, low=2)),
     _row("q4_1", 17, "f16", 4, Coded("nibble", (Field("scales", "f2", 2), Field("offsets", "f2", 2)), 32, 8)),
     _row("q5_1", 18, "f16", 5, Coded("nibble", (Field("scales", "f2", 2), Field("offsets", "f2", 2)), 32, 16, 1)),
+    _row("q5_0", 22, "f16", 5, Coded("nibble", (Field("scales", "f2", 2),), 32, 16, 1)),
     _row("iq4_nl", 19, "f16", 4, Coded("nibble", (Field("scales", "f2", 2),), 32, 127, 0, IQ4)),
     _row("q2_k", 21, "u4", 2, Coded("nibble", (Field("scales", "u1", 4), Field("minimums", "u1", 4), *SUPER[2:]), 16, 2, low=2)),
     _row("iq4_xs", 20, "i8", 4, Coded("nibble", (Field("scales", "i1", 2), Field("supers", "f2", 1)), 32, 127, 0, IQ4)),

@@ -59,7 +59,7 @@ def _coded(base, n, k, live, HALF: tl.constexpr, FORMAT: tl.constexpr):
             q -= tl.where(z >= 128, z - 256, z)[:, None]
         return q.to(tl.float32) * _f32(base + 4 * r, live)[:, None]
     else:
-        lines: tl.constexpr = (32, 96, 96, 160, 0, 0, 0, 0, 128, 128, 96, 0, 128, 128, 64, 64, 0)[FORMAT - 5]
+        lines: tl.constexpr = (32, 96, 96, 160, 0, 0, 0, 0, 128, 128, 96, 0, 128, 128, 64, 64, 0, 64)[FORMAT - 5]
         q = (_u8(byte + lines + 64 * j, m) >> (4 * HALF)) & 15
         if FORMAT <= 6:                                       # E2M1, doubled: 0 1 2 3 4 6 8 12
             v = q & 7
@@ -73,6 +73,9 @@ def _coded(base, n, k, live, HALF: tl.constexpr, FORMAT: tl.constexpr):
             return (q - _u8(base + 64 + r, live)[:, None]).to(tl.float32) * _f32(base + 4 * r, live)[:, None]
         if FORMAT == 8:
             return (q - _u8(base + 128 + 16 * HALF + r, live)[:, None]).to(tl.float32) * _f32(base + 64 * HALF + 4 * r, live)[:, None]
+        if FORMAT == 22:
+            q |= ((_u8(byte + 576 + 64 * HALF, m) >> j) & 1) << 4
+            return (q - 16).to(tl.float32) * _f16(base + 32 * HALF + 2 * r, live)[:, None]
         if FORMAT == 21:
             q = (_u8(byte + 192 + 64 * (j % 4), m) >> (4 * HALF + 2 * (j // 4))) & 3
             at16 = base[:, None] + 32 * HALF + 16 * (k // 16) + r[:, None]
@@ -114,7 +117,7 @@ def halves(tiles, n, KT, kt, live, dtype: tl.constexpr, FORMAT: tl.constexpr):
     r = (n % 16)[:, None]
     m = live[:, None]
     if FORMAT > 4:
-        size: tl.constexpr = (544, 608, 608, 672, 1088, 1088, 1120, 1088, 640, 768, 864, 480, 640, 768, 576, 576, 448)[FORMAT - 5]
+        size: tl.constexpr = (544, 608, 608, 672, 1088, 1088, 1120, 1088, 640, 768, 864, 480, 640, 768, 576, 576, 448, 704)[FORMAT - 5]
         base = tiles + at * size
         lo = _coded(base, n, k, live, 0, FORMAT)
         hi = _coded(base, n, k, live, 1, FORMAT)

@@ -41,12 +41,8 @@ def q4_1(b: np.ndarray) -> np.ndarray:
     return half(b, 0) * pairs(b[:, 4:]) + half(b, 2)
 
 
-def codes_q5_0(b: np.ndarray) -> np.ndarray:
-    return (pairs(b[:, 6:]) | fifth_bits(b, 2)).astype(np.int8) - 16
-
-
 def q5_0(b: np.ndarray) -> np.ndarray:
-    return half(b, 0) * codes_q5_0(b)
+    return half(b, 0) * ((pairs(b[:, 6:]) | fifth_bits(b, 2)).astype(np.int8) - 16)
 
 
 def q5_1(b: np.ndarray) -> np.ndarray:
@@ -177,7 +173,7 @@ class Block:
 BLOCKS: dict[str, Block] = {
     "Q4_0": Block(2, 32, 18, 4, q4_0, kept("int4_g32", lambda b: {"codes": pairs(b[:, 2:]).astype(np.int8) - 8, "scales": half(b, 0)})),
     "Q4_1": Block(3, 32, 20, 4, q4_1, kept("q4_1", lambda b: {"codes": pairs(b[:, 4:]), "scales": half(b, 0), "offsets": half(b, 2)})),
-    "Q5_0": Block(6, 32, 22, 5, q5_0, kept("q8_0", lambda b: {"codes": codes_q5_0(b), "scales": half(b, 0)})),
+    "Q5_0": Block(6, 32, 22, 5, q5_0, kept("q5_0", lambda b: {"codes": pairs(b[:, 6:]) | fifth_bits(b, 2), "scales": half(b, 0)})),
     "Q5_1": Block(7, 32, 24, 5, q5_1, kept("q5_1", lambda b: {
         "codes": pairs(b[:, 8:]) | fifth_bits(b, 4), "scales": half(b, 0), "offsets": half(b, 2)})),
     "Q8_0": Block(8, 32, 34, 8, q8_0, kept("q8_0", lambda b: {"codes": b[:, 2:].view(np.int8), "scales": half(b, 0)})),
