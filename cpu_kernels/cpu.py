@@ -34,6 +34,11 @@ def features() -> frozenset[str]:
     return frozenset(name for name, here in binding.get_host_cpu_features().items() if here)
 
 
+def amd() -> bool:
+    """AMD cores read two long streams of memory faster than four that jump (measured on Zen 5); Intel ones four (Sapphire Rapids)."""
+    return "sse4a" in features()
+
+
 def isas(have: Iterable[str] | None = None) -> tuple[str, ...]:
     """The instruction sets, weakest first, that this CPU (or a CPU with the features `have`) can run."""
     there = features() if have is None else frozenset(have)

@@ -112,7 +112,8 @@ class ExpertLayer:
             r.PARAMS: self._params.ctypes.data, r.BIAS_GATE: self._biases[0].ctypes.data, r.BIAS_UP: self._biases[1].ctypes.data,
             r.BIAS_DOWN: self._biases[2].ctypes.data, r.BIAS_I: 4 * I * (biases is not None),
             r.BIAS_H: 4 * padded(H, ROWS) * (biases is not None), r.ON_INPUT: int(weight_on == "input"), r.COUNTS: self._counts.ctypes.data,
-            r.USED: self._counts[E:].ctypes.data, r.STARTS: self._counts[2 * E:].ctypes.data, r.ONE: self._params[3:].ctypes.data}
+            r.USED: self._counts[E:].ctypes.data, r.STARTS: self._counts[2 * E:].ctypes.data, r.ONE: self._params[3:].ctypes.data,
+            r.LONG: int(cpu.amd())}
         self._lines: weakref.WeakKeyDictionary[Team, dict[bool, _Line]] = weakref.WeakKeyDictionary()
         self._tiled: weakref.WeakKeyDictionary[Team, dict[bool, tiled.Tiled]] = weakref.WeakKeyDictionary()
 

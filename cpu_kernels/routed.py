@@ -5,7 +5,7 @@ Stage 1: tasks of 32 rows of gate and up of one expert, for all of its tokens. S
 ascending order of expert, so that a token's sum has one order whatever the threads and its neighbours are.
 """
 from . import ffn, lanes
-from .atoms import add, load, poke
+from .atoms import add, load, peek, poke
 from .ffn import MOST_TOKENS, peek32, poke32
 from .formats import COLS, ROWS
 from .jit import kernel
@@ -19,8 +19,8 @@ PULL_NBYTES = 192 << 10                              # of the own rows of down, 
 (INPUTS, IDS, WEIGHTS, OUT, COUNT, TOP_K, BF16, HIDDEN, INTER, EXPERTS, BASE, RECORD, UP_AT, DOWN_AT, TILE, KIND, GATED, PARAMS, BIAS_GATE, BIAS_UP,
  BIAS_DOWN, BIAS_I, BIAS_H, ON_INPUT, ACTS, HID, COUNTS, USED, STARTS, TOKENS, PAIR_WEIGHTS, SPARE, USED_COUNT,
  ONE, STEP, TAKE, APART1, APART2, APART4, TOGETHER, PAIRS, DOWN_TILE, DOWN_STEP, DOWN_TAKE, DOWN_APART1, DOWN_APART2, DOWN_APART4,
- DOWN_TOGETHER, DOWN_PAIRS, ORDER_AT) = range(50)             # a walk's word in the format of gate and up, and in that of down
-WORDS = 50
+ DOWN_TOGETHER, DOWN_PAIRS, ORDER_AT, LONG) = range(51)       # a walk's word in the format of gate and up, and in that of down
+WORDS = 51
 # a thread's own memory: streams and next streams, activations' addresses, sums of 4 streams × 16 tokens × 16 rows, 32 float32
 AIM, XS, SUMS = 0, 64, 64 + 8 * MOST_TOKENS
 VALUES = SUMS + 4 * 64 * MOST_TOKENS
@@ -187,6 +187,19 @@ def take_rows(a: int, tid: int, threads: int, spare: int) -> None:
 
 
 @kernel(inner=True)
+def walk_long(a: int, spare: int, tiles: int) -> None:
+    """The row blocks of a gated task, one of gate and one of up at a time: two streams that go on from task to task. Their sums alternate."""
+    where, row = spare + AIM, tiles * word(a, TILE)
+    gate, up, then_gate, then_up = peek(where), peek(where + 16), peek(where + NEXT_AT), peek(where + NEXT_AT + 16)
+    for half in range(2):
+        poke(where, gate + half * row)
+        poke(where + 8, up + half * row)
+        poke(where + NEXT_AT, then_gate if half else gate + row)
+        poke(where + NEXT_AT + 8, then_up if half else up + row)
+        _walk(word(a, APART2), where, spare + XS, spare + SUMS + 128 * half, tiles)
+
+
+@kernel(inner=True)
 def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
     """32 rows of gate and up of the u-th used expert, for all its tokens; the streams' addresses are in place."""
     I, step = word(a, INTER), word(a, STEP)
@@ -202,7 +215,11 @@ def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
         for t in range(max(m, 4)):
             row = c + t % m if word(a, ORDER_AT) != 0 else peek32(word(a, TOKENS) + 4 * (c + t % m))
             poke(spare + XS + 8 * t, word(a, ACTS) + row * tiles * step)
-        if m == 1:
+        paired = m == 1 and up_from != 0 and word(a, LONG) != 0
+        half_step, up_step = (128, 64) if paired else (64 * m, 64 * m * up_from)
+        if paired:
+            walk_long(a, spare, tiles)
+        elif m == 1:
             apart(a, APART1, streams, spare, tiles)
         elif m == 2 and word(a, PAIRS) != 0:
             for s in range(0, streams, 2):
@@ -213,12 +230,17 @@ def gate_up_task(a: int, u: int, i: int, spare: int) -> None:
             for t in range(m):
                 weight = word(a, PAIR_WEIGHTS) + 4 * (c + t) if word(a, ON_INPUT) else word(a, ONE)
                 for half in range(2):
+                    g = sums + half_step * half + 64 * t
                     if up_from:
-                        ffn.scale_add(sums + 64 * (m * half + t), weight, word(a, BIAS_GATE) + bias + 64 * half)
-                    ffn.scale_add(sums + 64 * (m * (up_from + half) + t), weight, word(a, BIAS_UP) + bias + 64 * half)
-        ffn.activate(word(a, KIND), up_from, sums, sums + 64 * m * up_from, 2 * m, word(a, PARAMS))
+                        ffn.scale_add(g, weight, word(a, BIAS_GATE) + bias + 64 * half)
+                    ffn.scale_add(g + up_step, weight, word(a, BIAS_UP) + bias + 64 * half)
+        if paired:
+            for half in range(2):
+                ffn.activate(word(a, KIND), up_from, sums + 128 * half, sums + 128 * half + 64, 1, word(a, PARAMS))
+        else:
+            ffn.activate(word(a, KIND), up_from, sums, sums + up_step, 2 * m, word(a, PARAMS))
         for t in range(m):                           # on its own: many of these chains are in flight at once
-            _take(take, sums + 64 * t, sums + 64 * (m + t), hidden + (c + t) * wide, i & 1)
+            _take(take, sums + 64 * t, sums + half_step + 64 * t, hidden + (c + t) * wide, i & 1)
 
 
 @kernel(inner=True)

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from cpu_kernels import FORMATS, Act, ExpertLayer, ExpertStore, cpu, lanes, plain
+from cpu_kernels import FORMATS, Act, ExpertLayer, ExpertStore, cpu, lanes, plain, routed
 from cpu_kernels.team import Team
 
 ISAS = [i for i in cpu.isas() if lanes.body_of(i) == i]
@@ -63,6 +63,19 @@ def test_equals_the_twin_given_the_same_rounded_activations(team, isa, format, h
         # h is rounded to codes: where two arithmetics differ in the last bit a code may flip, which is one part in 127 of one value of one token
         flipped = off > 1e-6
         assert flipped.sum() <= (store.down.partner != "f32") and (off <= 4e-3).all(), off
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_two_long_streams_give_the_bits_of_four(team, isa, gated):
+    store, rng = make("int8_g32", hidden=200, inter=100, gated=gated), np.random.default_rng(5)
+    gate, up, down = (rng.standard_normal((6, n)).astype(np.float32) for n in (100, 100, 200))
+    outs = []
+    for long in (0, 1):
+        layer = ExpertLayer(store, biases=(gate if gated else None, up, down), weight_on="input", isa=isa)
+        layer.static[routed.LONG] = long
+        outs.append([run(layer, *inputs(store, tokens, 3), team) for tokens in (1, 2, 37)])
+    assert all(np.array_equal(a, b) for a, b in zip(*outs, strict=True))
 
 
 @pytest.mark.parametrize("isa", ISAS)
