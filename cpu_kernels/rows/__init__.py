@@ -60,7 +60,7 @@ def walk(format: str, body: str, exact: bool, streams: int, tokens: int) -> int:
 def emitter(format: Format, body: str, exact: bool, streams: int, tokens: int) -> Any:
     """The code of `walk`."""
     size, step, n = format.tile_nbytes, block_nbytes(format, exact), WIDTHS[body]
-    ahead = max(1, ((AHEAD_NBYTES if tokens != MANY else AHEAD_MANY_NBYTES) if n == 16 else AHEAD_NARROW_NBYTES) // size)
+    ahead = max(1, (AHEAD_MANY_NBYTES if tokens == MANY else AHEAD_NBYTES if n == 16 else AHEAD_NARROW_NBYTES) // size)
     family = family_of(format, exact)
     zero = const(vec(F32, n), 0.0)
     parts = range(16 // n)
