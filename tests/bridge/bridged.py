@@ -57,20 +57,12 @@ GEMMA = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_in
 DOTS = {"num_key_value_heads": 4, "head_dim": 32, "shared_experts_intermediate_size": 48,
         "layer_types": ["indexed_attention", "sliding_attention"] * 2}
 GLM5 = {"num_key_value_heads": 4, "linear_head_dim": 16, "linear_num_heads": 4, "head_dim": 16,
-        "layer_types": ["linear_attention", "indexed_attention"] * 2, "index_kpool": 4, "qk_head_dim": 16}
+        "layer_types": ["linear_attention", "indexed_attention"] * 2, "index_kpool": 4, "qk_head_dim": 16, "qk_rope_head_dim": 0}
 QWEN4 = {"layer_types": ["linear_attention", "indexed_attention"] * 2, "hc_lowrank": 16, "ngram_vocab_size_base": 1000, "ple_embed_dim": 64,
-         "split_ngram_parts": 8}
+         "split_ngram_parts": 8, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 8, "indexer_compress_ratio": 4}
 CANNOT = {                               # what this file does not make small: the class's own words when it tries
-    "DeepseekOcr2ForConditionalGeneration": "'NoneType' object is not subscriptable",
-    "Dots3NoteForConditionalGeneration": "`per_layer_config` keys must be integer layer indices",
-    "Ernie4_5_VLMoeForConditionalGeneration": "The expanded size of the tensor (8) must match the existing size (0)",
-    "Glm5NextForConditionalGeneration": "Expecting NoPE for the DSA attention layers",
-    "HYV4VLForConditionalGeneration": "`mrope_section` must have three entries",
     "InklingForConditionalGeneration": "its vision part takes 24 GB whatever the config's sizes",
-    "MuseSparkForConditionalGeneration": "`patch_sizes`, `hidden_sizes` and `depths` must have one entry per layer",
     "Qwen3OmniMoeForConditionalGeneration": "no attribute 'shared_expert_intermediate_size'",
-    "MistralLarge4ForConditionalGeneration": "`kv_source_layers` must have one entry per layer",
-    "Qwen4ExpForCausalLM": "unsupported operand type(s) for //", "Qwen4ExpForConditionalGeneration": "unsupported operand type(s) for //",
 }
 OWN = {
     "AXK1ForCausalLM": MLA, "AXK2ForCausalLM": MLA, "DeepseekV32ForCausalLM": MLA, "GlmMoeDsaForCausalLM": MLA, "KimiLinearForCausalLM": KDA,
@@ -78,13 +70,19 @@ OWN = {
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 2}, "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "LagunaForCausalLM": {"num_attention_heads_per_layer": [4] * 4}, "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "moe", "attention", "moe"]},
-    "Dots3NoteForCausalLM": DOTS, "Dots3NoteForConditionalGeneration": {"text_config": DOTS},
+    "Dots3NoteForCausalLM": DOTS, "Dots3NoteForConditionalGeneration": {"text_config": DOTS, "vision_config": {"num_hidden_layers": 42, "adapter_in_dim": 64, "adapter_out_dim": 64},
+                                          "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64}},
     "Gemma4ForCausalLM": GEMMA, "Gemma4ForConditionalGeneration": {"text_config": GEMMA},
     "Glm5NextForConditionalGeneration": {"text_config": GLM5},
     "Qwen4ExpForCausalLM": QWEN4, "Qwen4ExpForConditionalGeneration": {"text_config": QWEN4},
-    "Ernie4_5_VLMoeForConditionalGeneration": {"text_config": {"moe_intermediate_size": [48, 24]}},
-    "HYV4VLForConditionalGeneration": {"text_config": {"mrope_section": [4, 2, 2]}},
-    "MistralLarge4ForConditionalGeneration": {"text_config": MLA | {"head_dim": 32}},
+    "Ernie4_5_VLMoeForConditionalGeneration": {"text_config": {"moe_intermediate_size": [48, 24], "rope_parameters": {
+        "rope_type": "default", "rope_theta": 500000.0, "mrope_section": [3, 3, 2]}}},
+    "HYV4VLForConditionalGeneration": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}},
+    "MistralLarge4ForConditionalGeneration": {"text_config": MLA | {"head_dim": 32, "kv_source_layers": None, "indexer_types": None, "no_rope_layers": None,
+                                                            "index_topk": 64}},     # its scores of keys tie at 0,
+    "MuseSparkForConditionalGeneration": {k: {"num_hidden_layers": 4} for k in ("vision_config", "audio_config")},
+    "DeepseekOcr2ForConditionalGeneration": {"text_config": {
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "num_experts_per_tok": 2}},
 }
 
 

@@ -114,11 +114,9 @@ def test_a_pending_result_is_joined_by_the_first_operation_that_needs_it_and_not
 
 def test_classes_that_this_suite_cannot_make_small_are_these_and_say_why():
     bridged = [n for n in known.bridgeable() if n not in families.FAMILIES and n not in families.TEXT_PARTS]
-    assert set(tiny.CANNOT) <= {*bridged, "Qwen3OmniMoeForConditionalGeneration"} and len(bridged) - len(tiny.CANNOT) >= 30
-    for name in ("DeepseekOcr2ForConditionalGeneration", "Glm5NextForConditionalGeneration", "Qwen4ExpForCausalLM"):
-        with pytest.raises(Exception, match=r".") as e:
-            tiny.build(name)
-        assert tiny.CANNOT[name] in " ".join(str(e.value).split())
+    assert set(tiny.CANNOT) <= {*bridged, "Qwen3OmniMoeForConditionalGeneration"} and len(bridged) - len(tiny.CANNOT) >= 50
+    with pytest.raises(AttributeError, match=tiny.CANNOT["Qwen3OmniMoeForConditionalGeneration"]):
+        tiny.build("Qwen3OmniMoeForConditionalGeneration")
 
 
 def test_an_activation_that_the_kernels_lack_is_refused_by_class_and_key():
