@@ -16,6 +16,7 @@ from .team import JobFailed, Prepared, Team, prepare
 Array = np.ndarray[Any, Any]
 PRECISIONS = ("accurate", "fast", "exact")
 CHUNK_TOKENS = 1024                                  # of one job: bounds the scratch
+LONG_COLUMNS = 1024                                  # of x: shorter rows lose more by a second call than long streams win
 _AIM = struct.Struct("7q").pack_into
 
 
@@ -113,7 +114,7 @@ class ExpertLayer:
             r.BIAS_DOWN: self._biases[2].ctypes.data, r.BIAS_I: 4 * I * (biases is not None),
             r.BIAS_H: 4 * padded(H, ROWS) * (biases is not None), r.ON_INPUT: int(weight_on == "input"), r.COUNTS: self._counts.ctypes.data,
             r.USED: self._counts[E:].ctypes.data, r.STARTS: self._counts[2 * E:].ctypes.data, r.ONE: self._params[3:].ctypes.data,
-            r.LONG: int(cpu.amd())}
+            r.LONG: int(cpu.amd() and H >= LONG_COLUMNS)}
         self._lines: weakref.WeakKeyDictionary[Team, dict[bool, _Line]] = weakref.WeakKeyDictionary()
         self._tiled: weakref.WeakKeyDictionary[Team, dict[bool, tiled.Tiled]] = weakref.WeakKeyDictionary()
 
