@@ -46,16 +46,18 @@ def check_parts(ops: Ops, model: spec.Model, kv_dtype: str, dense_format: str) -
 
 
 def check_attention(ops: Ops, twin: Plain, model: spec.Model, part: spec.GQA | spec.MLA, kv_dtype: str, bound: float) -> Check:
-    """A prompt in one chunk, then one token, over pages of the type that will serve."""
+    """A prompt in one chunk, then one token, over pages of the type that will serve; no further than the context, where rotations end."""
     one = spec.Model("check", model.hidden, 1, model.eps, (spec.Layer(part, model.layers[0].ffn),), True, {})
     runs: list[Tensor] = []
-    given = [drawn(n, width) for n in (PROMPT, 1) for width in widths(part)]
+    prompt = min(PROMPT, max(1, ops.context - 1))
+    spans = [(start, n) for start, n in ((0, prompt), (prompt, 1)) if start + n <= ops.context]
+    given = [drawn(n, width) for _, n in spans for width in widths(part)]
     made = [Attending(o, part, model.eps) for o in (ops, twin)]
     for o, call in zip((ops, twin), made, strict=True):
         kv = Cache(one, 2, PAGE, kv_dtype, o.device).layer(0)
         inputs = iter([t.to(ops.device, ops.dtype).to(o.dtype).clone() for t in given])
         rows = []
-        for start, n in ((0, PROMPT), (PROMPT, 1)):
+        for start, n in spans:
             step = single(torch.zeros(n, dtype=torch.int64), start, PAGE, torch.arange(n), str(o.device))
             rows.append(call([next(inputs) for _ in widths(part)], kv, step))
         runs.append(torch.cat(rows))

@@ -41,6 +41,13 @@ def test_right_kernels_pass(part: str, kv: str, host: Host) -> None:
     assert all(c.passed for c in checks), checks
 
 
+@pytest.mark.parametrize("context", [1, 2, 17])
+def test_a_context_shorter_than_the_self_test_s_prompt_is_no_fault(context: int, host: Host) -> None:
+    short = Host(context, host.team, "")
+    for part in ("grouped", "window", "latent"):
+        assert all(c.passed for c in check_parts(short, model(PARTS[part]), "bf16", "bf16"))
+
+
 def test_a_wrong_kernel_is_found_and_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(heads.QK_NORMS, "head", 0)
     checks = list(check_parts(host, model(PARTS["grouped"]), "f32", "bf16"))
