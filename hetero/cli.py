@@ -87,10 +87,16 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port: a number from 0 to 65535")
+    return int(text)
+
+
 def add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name; not given: the embedded model")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
-    serve.add_argument("--port", type=int, default=8080, help="[8080]")
+    serve.add_argument("--port", type=port, default=8080, metavar="PORT", help="[8080]; 0: any that is free")
     serve.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call the model; answers bear the first")
     serve.add_argument("--api-key-file", metavar="FILE", help="keys that clients must send, one a line; only its owner may read it")
     serve.add_argument("--admin-key-file", metavar="FILE", help="keys for loading and unloading models, likewise; without it nobody can")

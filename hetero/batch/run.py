@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -331,6 +332,11 @@ def check(input: str, name: str | None, options: Options, wanted: Wanted, on_fau
         raise BadOption(f"{input}: no such file", "a JSONL file, plain or gzip, or - for stdin")
     desk = open_desk(name, options, forecast(name, options)[0], wanted)[0]
     try:
-        return look(Path("/dev/stdin") if input == "-" else Path(input), desk, on_fault)
+        if input != "-":
+            return look(Path(input), desk, on_fault)
+        with tempfile.NamedTemporaryFile() as kept:        # a pipe cannot be read again, and gzip is known by looking
+            shutil.copyfileobj(sys.stdin.buffer, kept, 1 << 20)
+            kept.flush()
+            return look(Path(kept.name), desk, on_fault)
     finally:
         desk.texts.checker.close()

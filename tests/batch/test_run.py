@@ -4,6 +4,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -181,6 +182,12 @@ def test_a_signal_drains_and_a_second_stops(place, signals, least):
     assert least <= len(place.lines()) < 60
     del place.script
     assert place.run(resume=True) == 0 and len(place.texts()) == 100
+
+
+def test_check_reads_a_pipe(place):
+    """/dev/stdin of a pipe can be read once and not wound back."""
+    done = subprocess.run([sys.executable, "-m", "hetero", "batch", "check", "-"], input=b'{"prompt": "hi"}\n{"prompt": 3}\n', capture_output=True)
+    assert done.returncode == 3 and b"-:2: prompt: " in done.stdout + done.stderr and b"2 rows, 1 bad" in done.stdout + done.stderr
 
 
 def test_stdin_is_kept_until_the_batch_is_finished(place, monkeypatch):

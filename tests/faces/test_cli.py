@@ -45,6 +45,13 @@ def test_faults_become_one_line_and_a_code(monkeypatch, capsys, fault, code, wor
         assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("port", ["99999", "-1", "http"])
+def test_a_port_that_is_none_is_said_so_before_anything_loads(port, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["serve", "--port", port])
+    assert f"{port} is no port: a number from 0 to 65535" in capsys.readouterr().err
+
+
 def test_a_first_start_says_once_that_it_compiles(monkeypatch, capsys):
     watching = []
     monkeypatch.setattr(report, "watch_compiles", watching.append)
