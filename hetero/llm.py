@@ -30,7 +30,7 @@ from hetero.model.experts import expert_layer
 from hetero.model.step import single
 from hetero.model.weights import Weights
 from hetero.options import Options
-from hetero.report import Report, spans
+from hetero.report import Report, reached, spans
 from hetero.request import Output, Request, Sampling
 from hetero.text import template, tokenizer
 from hetero.text.reply import Answer, Chunk, Reply, collect, sampling_defaults, watcher
@@ -219,21 +219,9 @@ class LLM:
         return Report(self.name, facts, rows, tuple(self.options.rows()), self.placed.checks, self.speeds())
 
     def speeds(self) -> dict[str, float]:
-        """What was reached since the start, from counters, and the ceilings. Bytes are a floor: a step reads one token's weights at least."""
-        stats, residents, machine = self.engine.stats(), self.placed.residents, self.machine
-        found = {"DRAM ceiling GB/s": machine.dram_bytes_s / 1e9}
-        if machine.pcie_bytes_s:
-            found["PCIe ceiling GB/s"] = machine.pcie_bytes_s / 1e9
-        if residents is not None:
-            found |= {"expert cache hit ratio": residents.hit_rate, "expert cache asked": residents.asked, "expert cache hits": residents.hits,
-                      "expert cache swaps": residents.swapped}
-        if stats.decode_s:
-            experts, dense = self._token_bytes
-            missed = 1.0 - residents.hit_rate if residents is not None else 1.0
-            rate = stats.decode_steps * (experts * missed + dense) / stats.decode_s
-            found |= {"decode tok/s": stats.decode_tokens / stats.decode_s, "CPU GB/s": rate / 1e9,
-                      "CPU share of DRAM ceiling": rate / machine.dram_bytes_s}
-        return found
+        """What was reached since the start, from counters, and the ceilings."""
+        ring = self.placed.ring
+        return reached(self.engine.stats(), self.machine, self._token_bytes, self.placed.residents, None if ring is None else ring.copied_bytes)
 
     @cached_property
     def _token_bytes(self) -> tuple[float, float]:

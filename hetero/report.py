@@ -6,7 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cpu_kernels.jit import watch_compiles
+from hetero.engine.engine import Stats
 from hetero.gpu.ops import Check, Row
+from hetero.memory.cost import Machine
+from hetero.memory.residents import Residents
 
 MiB = 1 << 20
 
@@ -45,6 +48,28 @@ class Report:
         return {"model": self.model, "facts": dict(self.facts), "layers": [{"layer": l, **asdict(row)} for l, row in self.rows],
                 "options": [{"name": n, "value": v, "source": s} for n, v, s in self.options],
                 "checks": [{**asdict(c), "passed": c.passed} for c in self.checks], "speeds": dict(self.speeds)}
+
+
+def reached(stats: Stats, machine: Machine, token_bytes: tuple[float, float], residents: Residents | None,
+            copied_bytes: int | None) -> dict[str, float]:
+    """Speeds since the start, and the ceilings. Both rates are floors: a decode step reads one token's weights at least (`token_bytes`: of routed
+    experts, of other weights), and steps with prompts do more than wait for the bytes that they stream (`copied_bytes`; None: no GPU)."""
+    found = {"DRAM ceiling GB/s": machine.dram_bytes_s / 1e9}
+    if machine.pcie_bytes_s:
+        found["PCIe ceiling GB/s"] = machine.pcie_bytes_s / 1e9
+    if residents is not None:
+        found |= {"expert cache hit ratio": residents.hit_rate, "expert cache asked": residents.asked, "expert cache hits": residents.hits,
+                  "expert cache swaps": residents.swapped}
+    if stats.decode_s:
+        experts, dense = token_bytes
+        missed = 1.0 - residents.hit_rate if residents is not None else 1.0
+        rate = stats.decode_steps * (experts * missed + dense) / stats.decode_s
+        found |= {"decode tok/s": stats.decode_tokens / stats.decode_s, "CPU GB/s": rate / 1e9,
+                  "CPU share of DRAM ceiling": rate / machine.dram_bytes_s}
+    if copied_bytes is not None and stats.prefill_s:
+        rate = copied_bytes / stats.prefill_s
+        found |= {"PCIe GB/s": rate / 1e9} | ({"PCIe share of ceiling": rate / machine.pcie_bytes_s} if machine.pcie_bytes_s else {})
+    return found
 
 
 def grouped(rows: Iterable[tuple[int | None, Row]]) -> list[tuple[str, Row]]:

@@ -66,7 +66,7 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
     if wrong:
         plain = load_decoder(Plain(plan.ctx, plan.device, dtype), model, weights, experts)
         eager = Graphs(plain, cache, None, 0, pages_of(plan))
-        return Placed(plain, eager, cache, facts, checks, lambda other, pages: eager, fresh(plan, model))
+        return Placed(plain, eager, cache, facts, checks, lambda other, pages: eager, fresh(plan, model), ring=ring)
     try:
         decoder = load_decoder(ops, model, weights, experts, plan.dense_format, plan.dense_format, options.overlap)
     except torch.OutOfMemoryError as error:
@@ -78,7 +78,7 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
     graphs = Graphs(decoder, cache, handoff, most, pages_of(plan), slots)
     facts["decode"] = f"{len(graphs.graphs)} graphs captured in {graphs.capture_s:.1f} s" if most else "layer by layer: a part cannot be captured"
     return Placed(decoder, graphs, cache, facts, checks, lambda other, pages: Graphs(decoder, other, handoff, min(1, most), pages, slots),
-                  fresh(plan, model), None if slots is None else slots.residents)
+                  fresh(plan, model), None if slots is None else slots.residents, ring)
 
 
 def streamed_from(model: Model, layers: Mapping[int, ExpertLayer], machine: Machine, most: int) -> int:

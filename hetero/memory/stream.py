@@ -83,6 +83,7 @@ class Ring:
         self.ready = [torch.cuda.Event() for _ in range(slots)]
         self.free = [torch.cuda.Event() for _ in range(slots)]
         self.issued = self.taken = 0
+        self.copied_bytes = 0                                # since it was made; a restart takes nothing back
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +99,7 @@ class Ring:
             for at, nbytes in self.parts[o]:
                 driver.copy_in(self.slots[i].data_ptr() + at, self.orders[o].address + at, nbytes, self.stream.cuda_stream)
             self.ready[i].record(self.stream)
+            self.copied_bytes += self.orders[o].nbytes
             self.issued += 1
 
     def next(self) -> tuple[Group, torch.Tensor]:

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero.engine.engine import Stats
 from hetero.errors import BadOption, BadRequest
 from hetero.llm import LLM
+from hetero.memory.cost import Machine
+from hetero.report import reached
 from hetero.request import Sampling
 
 HELLO = [{"role": "user", "content": "What is the sky?"}]
@@ -80,6 +83,16 @@ def test_speeds_are_counters_over_ceilings(llm: LLM) -> None:
     assert found["CPU GB/s"] == pytest.approx(stats.decode_steps * (experts + dense) / stats.decode_s / 1e9)
     assert found["CPU share of DRAM ceiling"] == pytest.approx(found["CPU GB/s"] / found["DRAM ceiling GB/s"])
     assert "expert cache hit ratio" not in found and "DRAM ceiling" in llm.report().text()
+    assert not any("PCIe" in name for name in found)         # nothing is streamed where there is no GPU
+
+
+def test_streamed_bytes_are_a_rate_over_the_time_of_prompts() -> None:
+    """Copied bytes over the seconds of steps with prompts; before a first prompt no rate, without streaming yet 0."""
+    machine = Machine(cores=16, ram_bytes=1 << 36, dram_bytes_s=100e9, cpu_flops=5e12, pcie_bytes_s=50e9)
+    found = reached(Stats(prefill_s=2.0), machine, (1.0, 1.0), None, 80_000_000_000)
+    assert found == {"DRAM ceiling GB/s": 100.0, "PCIe ceiling GB/s": 50.0, "PCIe GB/s": 40.0, "PCIe share of ceiling": 0.8}
+    assert reached(Stats(prefill_s=2.0), machine, (1.0, 1.0), None, 0)["PCIe GB/s"] == 0.0
+    assert "PCIe GB/s" not in reached(Stats(), machine, (1.0, 1.0), None, 10**9) | reached(Stats(prefill_s=2.0), machine, (1.0, 1.0), None, None)
 
 
 def test_not_a_number_ends_one_request_with_an_error_that_names_the_layer(llm: LLM) -> None:

@@ -47,7 +47,7 @@ class Stage:
 
         def start(source):
             self.sources.append(source)
-            return relay.around(Host(self.info, self.engine, self.tok, lambda: {"model": "demo", "layers": [], "text": "demo: no layers"}, lambda: {"decode tok/s": 5.0}), most,
+            return relay.around(Host(self.info, self.engine, self.tok, lambda: {"model": "demo", "layers": [], "text": "demo: no layers"}, lambda: {"decode tok/s": 5.0, "PCIe GB/s": 40.0, "PCIe share of ceiling": 0.8}), most,
                                 self.load_s, self.loads_with)
         self.seat = Seat(start, lambda info: read_texts(info, settings.format, settings.chat_template, settings.merge), "models/demo", settings.names, settings.drain_s)
         self.app = make(self.seat, settings)

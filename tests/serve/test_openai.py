@@ -226,6 +226,7 @@ def test_the_state_is_told(stage):
     stage.chat()
     text = get("/metrics").text
     assert "hetero_up 1" in text and "hetero_ttft_seconds_count" in text and "hetero_requests_total" in text and "hetero_kv_usage_ratio" in text
+    assert "hetero_pcie_gb_per_s 40\n" in text and "hetero_pcie_share_of_ceiling 0.8\n" in text
     assert "hetero_decode_tok_per_s 5" in text and "hetero_prefix_cache_hit_ratio" in text and 'hetero_prefix_cache_misses_total{reason="' in text
     assert get("/v1/report", headers={"accept": "text/html"}).text == "demo: no layers"
     assert "<title>hetero</title>" in get("/").text
