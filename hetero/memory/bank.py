@@ -190,8 +190,9 @@ def put(store: ExpertStore, e: int, weights: ExpertWeights) -> bool:
     for name, w in (("gate", weights.gate), ("up", weights.up), ("down", weights.down)):
         if w is None:
             continue
-        mine = None if orders is None or name == "down" else order
-        exact = keep(store.format_for(name).name, w) if mine is order_of(w) or np.array_equal(mine, order_of(w)) else None
+        mine, theirs = None if orders is None or name == "down" else order, order_of(w)
+        same = mine is theirs or (mine is not None and theirs is not None and np.array_equal(mine, theirs))
+        exact = keep(store.format_for(name).name, w) if same else None
         if exact is not None:
             store.put_exact(e, name, exact[0], exact[1], **exact[2])
             continue

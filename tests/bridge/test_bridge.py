@@ -18,7 +18,7 @@ place.loader.exec_module(tiny)
 BRIDGED = [n for n in known.bridgeable() if n not in FAMILIES and n not in TEXT_PARTS]
 QUICK = ["AfmoeForCausalLM", "DeepseekV4ForCausalLM", "AriaTextForCausalLM", "NemotronHForCausalLM"]
 SOFTCAPPED = "Inkling2"                                                # refused, by its activation: see test_parts
-ROUGH = {"MuseSparkForConditionalGeneration"}        # rounding its experts to int8 moves transformers' own logits 8 times as far as Afmoe's: float32 only
+ROUGH = {"MuseSparkForConditionalGeneration"}        # any rounding of its experts moves its logits 8 to 13 times as far as Afmoe's, bf16's and transformers' own too
 IDS = [(7 * i + 3) % 300 for i in range(24)]
 
 
@@ -63,7 +63,7 @@ def test_a_bridged_class_gives_the_logits_of_transformers_with_eager_experts(nam
         assert off(llm.logits(IDS[:8], "decode"), want[:8]) < 1e-3
         rows = [row for _, row in llm.report().rows]
         assert rows[0].part == "bridge" and {r.kernel for r in rows[1:]} == {"rows.f32"} and len(rows) == 1 + len(llm.skeleton.routed)
-    for format, bound in () if name in ROUGH else (("int8_g32", 0.2), ("int4_g32", 1.5)):
+    for format, bound in (("f16", 0.02), ("int8_g32", 0.4)) if name in ROUGH else (("int8_g32", 0.2), ("int4_g32", 1.5)):
         with opened(tmp_path, expert_format=format) as llm:
             found = off(llm.logits(IDS), want)
             assert found < bound, (format, found)
