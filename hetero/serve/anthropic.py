@@ -28,12 +28,12 @@ class Block(Wire):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: Text | list[dict[str, Any]] | None = None
+    content: Text | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
 
 class Turn(Wire):
     role: Literal["user", "assistant", "system"]
-    content: Text | list[Block]
+    content: Text | Annotated[list[Block], Field(fail_fast=True)]
 
 
 class AnthropicTool(Wire):
@@ -51,8 +51,8 @@ class ToolChoice(Wire):
 
 class CountRequest(Wire):
     model: str | None = None
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=8192)]
-    system: Text | list[Block] | None = None
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=8192, fail_fast=True)]
+    system: Text | Annotated[list[Block], Field(fail_fast=True)] | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=512)] | None = None
     tool_choice: ToolChoice | None = None
 

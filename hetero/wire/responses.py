@@ -17,7 +17,7 @@ from hetero.wire.schema import ChatRequest, Number, Text, Wire
 
 class ResponsesRequest(Wire):
     model: str | None = None
-    input: Text | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=8192)]
+    input: Text | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=8192, fail_fast=True)]
     instructions: Text | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=512)] | None = None
     tool_choice: str | dict[str, Any] | None = None

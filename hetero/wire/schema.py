@@ -15,6 +15,7 @@ Text = Annotated[str, Field(max_length=4_000_000)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 FIELD, BRANCHES = re.compile("[a-z_][a-z0-9_]*"), frozenset({"body", "str", "int", "float", "bool", "none", "dict", "list", "nullable"})
 CLASS = re.compile(r" or instance of \w+")
+Ids = Annotated[list[int], Field(fail_fast=True)]       # the first that is wrong is told, and the rest not looked at: a body may hold millions
 MAX_STOPS, MAX_STOP_CHARS = 16, 512
 
 
@@ -71,7 +72,7 @@ class Part(Wire):
 
 class Message(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Annotated[list[Part], Field(max_length=4096)] | None = None
+    content: Text | Annotated[list[Part], Field(max_length=4096, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=256)] | None = None
     tool_call_id: str | None = None
@@ -153,7 +154,7 @@ class Sampled(Wire):
 
 
 class ChatRequest(Sampled):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=8192)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=8192, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=512)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -166,8 +167,8 @@ class ChatRequest(Sampled):
 
 
 class CompletionRequest(Sampled):
-    prompt: (Text | Annotated[list[int], Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=256)]
-             | Annotated[list[list[int]], Field(min_length=1, max_length=256)])
+    prompt: (Text | Annotated[Ids, Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=256, fail_fast=True)]
+             | Annotated[list[Ids], Field(min_length=1, max_length=256, fail_fast=True)])
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: str | None = None
@@ -182,11 +183,11 @@ class TokenizeRequest(Wire):
 
 
 class DetokenizeRequest(Wire):
-    tokens: Annotated[list[int], Field(max_length=4_000_000)]
+    tokens: Annotated[Ids, Field(max_length=4_000_000)]
 
 
 class TemplateRequest(Wire):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
