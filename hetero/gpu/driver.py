@@ -15,7 +15,7 @@ _U32, _U64, _P, _N = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p, ctypes.c
 _SIGNATURES = {
     "cuMemHostRegister_v2": (_P, _N, ctypes.c_uint), "cuMemHostUnregister": (_P,),
     "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(_U64), _P, ctypes.c_uint),
-    "cuMemcpyHtoDAsync_v2": (_U64, _P, _N, _P), "cuStreamWriteValue32_v2": (_P, _U64, _U32, ctypes.c_uint),
+    "cuMemcpyHtoDAsync_v2": (_U64, _P, _N, _P),
     "cuStreamWaitValue32_v2": (_P, _U64, _U32, ctypes.c_uint), "cuLaunchHostFunc": (_P, _P, _P),
 }
 
@@ -55,10 +55,6 @@ def copy_in(target: int, source: int, nbytes: int, stream: int, piece_bytes: int
     """Host to device on a stream, in pieces; source registered or pinned, so that nothing waits."""
     for at in range(0, nbytes, piece_bytes):
         call("cuMemcpyHtoDAsync_v2", target + at, source + at, min(piece_bytes, nbytes - at), stream)
-
-
-def write_flag(stream: int, address: int, value: int = 1) -> None:
-    call("cuStreamWriteValue32_v2", stream, address, value, 0)
 
 
 def wait_flag(stream: int, address: int, value: int = 1) -> None:

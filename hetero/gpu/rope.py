@@ -34,11 +34,6 @@ def from_e4m3(code):
 
 
 @triton.jit
-def _rotated(x, y, cos, sin, sign):
-    return x * cos + sign * y * sin
-
-
-@triton.jit
 def put_row(y, row, scale_at, out, scales, at, mask, FP8: tl.constexpr):
     """Store one vector at out[row + at], as it is or as e4m3 with its own scale."""
     if FP8:
