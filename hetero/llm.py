@@ -1,5 +1,6 @@
 """From a model's name to text: source, spec, machine, plan, decoder, engine, tokenizer. The only file that sees all of them."""
 
+import gc
 import json
 import time
 from collections import deque
@@ -238,8 +239,17 @@ class LLM:
         return experts, dense
 
     def close(self) -> None:
-        """Ends the threads; the model cannot be used any more."""
+        """Ends the threads and gives the memory back, the GPU's too; the model cannot be used any more."""
         self.team.close()
+        placed = vars(self).pop("placed", None)
+        for name in ("engine", "bank", "layers"):
+            vars(self).pop(name, None)
+        if placed is not None and placed.pinned is not None:
+            torch.cuda.synchronize(self.plan.device)
+            placed.pinned.close()
+            del placed
+            gc.collect()                             # graphs, decoder and handoff know each other, and hold what the next model needs
+            torch.cuda.empty_cache()
         if isinstance(self.weights, Checkpoint):
             self.weights.close()
 

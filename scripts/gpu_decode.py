@@ -36,7 +36,7 @@ from hetero.gpu.ops import Step
 from hetero.memory import bank as banks
 from hetero.memory.cache import Cache
 from hetero.memory.slots import SlotMemory
-from hetero.memory.stream import Ring, register
+from hetero.memory.stream import Pinned, Ring
 from hetero.model.cached import Cached
 from hetero.model.drawn import draw_routing
 from hetero.model.experts import expert_layer
@@ -71,7 +71,7 @@ class Loaded:
         self.team = Team(cores[:a.threads or max(1, len(cores) - 1)])
         self.weights = Dummy(self.model)
         self.bank = banks.load(self.weights, a.expert_format, None, self.team.threads)
-        self.pinned = register(self.bank.arena)[0]
+        self.pinned = Pinned(self.bank.arena, torch.device("cuda")).nbytes
         self.base = int(self.bank.arena.memory.ctypes.data)
         self.layers = [expert_layer(banks.moe(self.model, l), self.bank.stores[l], self.bank.biases[l]) for l in self.model.moe_layers]
         self.packed_s = time.perf_counter() - began

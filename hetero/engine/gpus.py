@@ -17,7 +17,7 @@ from hetero.memory.cache import Cache
 from hetero.memory.cost import Machine
 from hetero.memory.plan import Plan
 from hetero.memory.slots import SlotMemory
-from hetero.memory.stream import Ring, break_even, register
+from hetero.memory.stream import Pinned, Ring, break_even
 from hetero.model.cached import Cached
 from hetero.model.check import check_experts, check_parts
 from hetero.model.drawn import draw_routing
@@ -41,7 +41,7 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
     ops, order = Cuda(plan.ctx, plan.device, dtype), {l: i for i, l in enumerate(sorted(layers))}
     checks = (*check_experts(layers, team), *check_parts(ops, model, cache.kv_dtype, plan.dense_format))
     facts = {"FALLBACK": wrong} if (wrong := failed(checks, options.allow_fallback)) else {}
-    handoff, ring, slots, least = None, None, None, 0
+    handoff, ring, slots, pinned, least = None, None, None, None, 0
     if layers:
         top_k = max(f.router.top_k for l in layers if isinstance(f := model.layers[l].ffn, MoE))
         proven = prove(team, device, dtype, model.hidden, top_k)
@@ -49,8 +49,8 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
         handoff = Handoff(jobs, len(layers), team, model.hidden, top_k, plan.max_batch, device, dtype, proven.kind)
         handoff.seconds_per_layer = proven.seconds_per_layer
         facts["handoff"] = f"{proven.kind}, {proven.seconds_per_layer * 1e6:.1f} us per layer" + "".join(f"; not {why}" for why in proven.failed)
-        pinned, why = register(arena)
-        facts["arena pinned"] = f"{pinned / max(1, arena.nbytes):.0%}" + (f" ({why})" if why else "")
+        pinned = Pinned(arena, device)
+        facts["arena pinned"] = f"{pinned.nbytes / max(1, arena.nbytes):.0%}" + (f" ({pinned.why})" if pinned.why else "")
         ring = Ring([group for l in sorted(layers) for group in orders_of(layers[l])], int(arena.memory.ctypes.data), device)
         least = streamed_from(model, layers, machine, plan.chunk)
         facts["streaming"] = f"from {least} tokens on, a ring of {ring.nbytes / 2**20:.0f} MiB" if least <= plan.chunk else "never: the CPU is faster"
@@ -66,7 +66,7 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
     if wrong:
         plain = load_decoder(Plain(plan.ctx, plan.device, dtype), model, weights, experts)
         eager = Graphs(plain, cache, None, 0, pages_of(plan))
-        return Placed(plain, eager, cache, facts, checks, lambda other, pages: eager, fresh(plan, model), ring=ring)
+        return Placed(plain, eager, cache, facts, checks, lambda other, pages: eager, fresh(plan, model), ring=ring, pinned=pinned)
     try:
         decoder = load_decoder(ops, model, weights, experts, plan.dense_format, plan.dense_format, options.overlap)
     except torch.OutOfMemoryError as error:
@@ -78,7 +78,7 @@ def place(plan: Plan, model: Model, options: Options, weights: Weights, layers: 
     graphs = Graphs(decoder, cache, handoff, most, pages_of(plan), slots)
     facts["decode"] = f"{len(graphs.graphs)} graphs captured in {graphs.capture_s:.1f} s" if most else "layer by layer: a part cannot be captured"
     return Placed(decoder, graphs, cache, facts, checks, lambda other, pages: Graphs(decoder, other, handoff, min(1, most), pages, slots),
-                  fresh(plan, model), None if slots is None else slots.residents, ring)
+                  fresh(plan, model), None if slots is None else slots.residents, ring, pinned)
 
 
 def streamed_from(model: Model, layers: Mapping[int, ExpertLayer], machine: Machine, most: int) -> int:

@@ -13,7 +13,7 @@ from hetero.memory.cache import Cache
 from hetero.memory.kv import PAGE as PAGE
 from hetero.memory.plan import Plan
 from hetero.memory.residents import Residents
-from hetero.memory.stream import Ring
+from hetero.memory.stream import Pinned, Ring
 
 KV_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8"}
 
@@ -36,7 +36,8 @@ class Reporting(Protocol):
 class Placed:
     """`decoder` computes any step; `run` is the same with decode steps replayed over `cache`, and what an engine drives. `facts`: lines for the
     report. `replay(cache, pages)`: the same for one sequence of at most that many pages over another cache; `fresh(pages)`: such a cache.
-    `residents`: the expert cache, if on; `ring`: what large steps stream their experts through, if they may."""
+    `residents`: the expert cache, if on; `ring`: what large steps stream their experts through, if they may; `pinned`: the hold on host memory that a
+    GPU reads, to be closed at the end."""
 
     decoder: Reporting
     run: Run
@@ -47,6 +48,7 @@ class Placed:
     fresh: Callable[[int], Cache]
     residents: Residents | None = None
     ring: Ring | None = None
+    pinned: Pinned | None = None
 
 
 def fresh(plan: Plan, model: Model) -> Callable[[int], Cache]:

@@ -4,9 +4,11 @@ Copies run on their own stream as far ahead as the ring has slots, also past the
 is filled again once what was enqueued before `done` has run. Nothing here waits for the device.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from hetero.errors import DoesNotFit, UnusableHardware
@@ -15,6 +17,7 @@ from hetero.memory.arena import PIECE_BYTES, Arena
 from hetero.memory.cost import Machine
 
 SLOTS, WANTED_BYTES = 3, 64 << 20
+PROOF_BYTES = 1 << 16                     # of each piece
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,44 @@ def cut(address: int, nbytes: int, base: int, piece_bytes: int = PIECE_BYTES) ->
     return parts
 
 
-def register(arena: Arena) -> tuple[int, str]:
-    """Pins the arena for the GPU, piece by piece: (bytes pinned, why not all). After huge pages were asked for, never before."""
-    pinned, why = 0, ""
-    base = int(arena.memory.ctypes.data)
-    for start, nbytes in arena.pieces():
-        try:
-            driver.register(base + start, nbytes)
-            pinned += nbytes
-        except UnusableHardware as error:
-            why = error.message
-    return pinned, why
+class Pinned:
+    """An arena pinned for the GPU, piece by piece: `nbytes` of it, and `why` not all. After huge pages were asked for, never before.
+
+    The pins go when this is closed, or with the arena: the GPU would else go on seeing the old memory behind addresses that are given out again."""
+
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        self.nbytes, self.why, pieces = 0, "", []
+        base = int(arena.memory.ctypes.data)
+        for start, nbytes in arena.pieces():
+            try:
+                driver.register(base + start, nbytes)
+            except UnusableHardware as error:
+                self.why = error.message
+                continue
+            pieces.append(base + start)
+            self.nbytes += nbytes
+        self._undo = weakref.finalize(arena, unpin, pieces)
+        self._undo.atexit = False                            # the driver may be gone by then, and the process's memory goes anyway
+        for start, nbytes in arena.pieces():
+            self._prove(arena, start, min(nbytes, PROOF_BYTES), device)
+
+    @staticmethod
+    def _prove(arena: Arena, start: int, nbytes: int, device: torch.device) -> None:
+        """What a copy brings to the GPU is what the CPU reads at the same address. Raises UnusableHardware."""
+        view, there = arena.view(start, nbytes), torch.empty(nbytes, dtype=torch.uint8, device=device)
+        driver.copy_in(there.data_ptr(), int(view.ctypes.data), nbytes, torch.cuda.current_stream(device).cuda_stream)
+        if not np.array_equal(there.cpu().numpy(), view):
+            raise UnusableHardware(f"the GPU sees other bytes than the CPU at offset {start} of the experts' memory", "please report this with the "
+                                   "output of hetero doctor; --device cpu works without")
+
+    def close(self) -> None:
+        """Nothing on the GPU may read the arena any more."""
+        self._undo()
+
+
+def unpin(pieces: Sequence[int]) -> None:
+    for address in pieces:
+        driver.unregister(address)
 
 
 def break_even(record_nbytes: int, experts: int, top_k: int, expert_parameters: int, machine: Machine, most: int) -> int:
