@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from hetero.errors import BadRequest, HeteroError
 from hetero.serve.door import anthropic_error
@@ -17,7 +17,7 @@ from hetero.serve.stream import View, merged, openai_error, status_of
 from hetero.wire import prepare
 from hetero.wire.answers import Choice, event
 from hetero.wire.prepare import Prepared, Texts
-from hetero.wire.schema import ChatRequest, Number, Text, Wire
+from hetero.wire.schema import MAX_MESSAGES, ChatRequest, Number, Text, Wire, few_parts
 
 
 class Block(Wire):
@@ -51,7 +51,7 @@ class ToolChoice(Wire):
 
 class CountRequest(Wire):
     model: str | None = None
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=8192, fail_fast=True)]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), AfterValidator(few_parts)]
     system: Text | Annotated[list[Block], Field(fail_fast=True)] | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=512)] | None = None
     tool_choice: ToolChoice | None = None

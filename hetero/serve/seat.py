@@ -57,6 +57,7 @@ class Seat:
         self.progress: tuple[str, int, int] = ("", 0, 0)
         self.on_failure: Callable[[str], None] = lambda _: None
         self.on_progress: Callable[[str, int, int], None] = lambda *_: None
+        self.on_leave: Callable[[], None] = lambda: None       # the model is given up: what others keep of it goes too
 
     def here(self) -> Loaded:
         """The model that answers. Raises NotReady."""
@@ -137,12 +138,16 @@ class Seat:
             await asyncio.sleep(0.02)
         relay.fail("the model was unloaded")
         await asyncio.to_thread(relay.close)
-        loaded.texts.checker.close()
+        await asyncio.to_thread(self._let_go, loaded)
         self._relay = None
+
+    def _let_go(self, loaded: Loaded) -> None:
+        loaded.texts.checker.close()
+        self.on_leave()
 
     def close(self) -> None:
         """Ends whatever is there, at once."""
         if self._loaded is not None:
-            self._loaded.texts.checker.close()
+            self._let_go(self._loaded)
         if self._relay is not None:
             self._relay.close()

@@ -6,12 +6,9 @@ tokens is bounded. Grammars are llguidance's.
 """
 
 import json
-import multiprocessing
 import resource
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from multiprocessing.connection import Connection
 from typing import Any
 
 import llguidance
@@ -19,6 +16,7 @@ import numpy as np
 
 from hetero.errors import BadRequest
 from hetero.request import Mask
+from hetero.text.apart import Apart, Late
 from hetero.text.tokenizer import Tokenizer, free_mark
 
 MAX_CHARS, MAX_DEPTH, MAX_CHOICES = 256_000, 64, 4096
@@ -179,63 +177,34 @@ def _raise(error: str, param: str) -> None:
         raise BadRequest(f"{param} cannot be enforced: {words[:300]}", "the keywords that can be: llguidance, docs/json_schema.md", param)
 
 
-def _serve(pipe: Connection, words: _Words, memory_bytes: int) -> None:
-    """The other process: compiles what it is sent and says what is wrong with it."""
+def _compiler(words: _Words, memory_bytes: int) -> Callable[[str], str]:
+    """In the other process: what compiles a grammar and says what is wrong with it."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     known = words.load()
-    while True:
-        try:
-            grammar = pipe.recv()
-        except EOFError:
-            return
+
+    def error(grammar: str) -> str:
         matcher = llguidance.LLMatcher(known, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()
-        pipe.send(matcher.get_error())
+        return matcher.get_error()
+    return error
 
 
 class Checker:
     """Compiles grammars in a process that can be ended: a grammar that takes longer than `seconds` or more than `memory_bytes` is refused."""
 
     def __init__(self, vocabulary: Vocabulary, seconds: float = 5.0, memory_bytes: int = 4 << 30) -> None:
-        self._vocabulary, self._seconds, self._memory = vocabulary, seconds, memory_bytes
-        self._lock = threading.Lock()
-        self._process: Any = None
-        self._pipe: Connection | None = None
+        self.apart, self._memory = Apart(_compiler, lambda: (vocabulary.words, memory_bytes), seconds), memory_bytes
 
     def check(self, grammar: str, param: str = "response_format") -> None:
         """Raises BadRequest naming what cannot be enforced. May be called from any thread; one at a time is compiled."""
-        with self._lock:
-            pipe = self._start()
-            error: str | None = None
-            try:
-                pipe.send(grammar)
-                if pipe.poll(self._seconds):
-                    error = pipe.recv()
-            except (EOFError, OSError):                  # it died, of memory for one
-                error = None
-            if error is None:
-                self.close()
-                raise BadRequest(f"{param} takes more than {self._seconds:g} s or {self._memory >> 30} GiB to compile", "make it smaller", param)
+        try:
+            error = self.apart.ask(grammar)
+        except Late:
+            most = f"{self.apart.seconds:g} s or {self._memory >> 30} GiB"
+            raise BadRequest(f"{param} takes more than {most} to compile", "make it smaller", param) from None
         _raise(error, param)
-
-    def _start(self) -> Connection:
-        if self._pipe is None:
-            context = multiprocessing.get_context("spawn")
-            self._pipe, there = context.Pipe()
-            self._process = context.Process(target=_serve, args=(there, self._vocabulary.words, self._memory), daemon=True)
-            self._process.start()
-            there.close()
-            self._pipe.send("start: \"a\"")              # the time limit is for grammars, not for the start of a process
-            if not self._pipe.poll(60):
-                raise BadRequest("the process that compiles grammars does not start", "see the log")
-            self._pipe.recv()
-        return self._pipe
 
     def close(self) -> None:
         """Ends the process; the next check starts another."""
-        if self._pipe is not None:
-            self._process.kill()
-            self._process.join()
-            self._pipe.close()
-            self._pipe = None
+        self.apart.close()

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hetero.engine.admission import validate
 from hetero.errors import BadRequest
@@ -27,6 +27,13 @@ FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "prese
           "ignore_eos", "n")
 
 
+class Checks(Protocol):
+    """What refuses a grammar that cannot be enforced, named by the field it is from."""
+
+    def check(self, grammar: str, param: str = "response_format") -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclass
 class Texts:
     """The model's text side, in the server's own process."""
@@ -36,7 +43,7 @@ class Texts:
     template: Template | None
     format: Format
     vocabulary: grammar.Vocabulary
-    checker: grammar.Checker
+    checker: Checks
     merge: frozenset[str] = frozenset()      # opt-in repairs of conversations: "system", "consecutive"
 
 
@@ -272,9 +279,12 @@ def completions(r: Any, t: Texts) -> list[Prepared]:
     if r.logprobs is not None:
         sampling = replace(sampling, logprobs=r.logprobs, prompt_logprobs=r.logprobs if r.echo else None)
     found = []
-    for p in prompts:
+    for i, p in enumerate(prompts):
         ids = tuple(t.tokenizer.encode_prompt(p)) if isinstance(p, str) else tuple(p)
         text = p if isinstance(p, str) else t.tokenizer.decode([i for i in ids if 0 <= i < t.info.vocab])
         job = Job(new_id("cmpl"), ids, sampling, made, "", None, r.cache_prompt is not False, r.priority or 0, progress_of(r))
-        found.append(Prepared(checked(job, t.info), t, Prompt(text, ids), False, None, r.logprobs is not None))
+        try:
+            found.append(Prepared(checked(job, t.info), t, Prompt(text, ids), False, None, r.logprobs is not None))
+        except BadRequest as e:
+            raise type(e)(f"prompt.{i}: {e.message}", e.hint, e.param) if e.param == "prompt" and len(prompts) > 1 else e from None
     return found

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from hetero.errors import BadRequest
 
@@ -17,6 +17,14 @@ FIELD, BRANCHES = re.compile("[a-z_][a-z0-9_]*"), frozenset({"body", "str", "int
 CLASS = re.compile(r" or instance of \w+")
 Ids = Annotated[list[int], Field(fail_fast=True)]       # the first that is wrong is told, and the rest not looked at: a body may hold millions
 MAX_STOPS, MAX_STOP_CHARS = 16, 512
+MAX_MESSAGES, MAX_PARTS = 8192, 16_384
+
+
+def few_parts(messages: list[Any]) -> list[Any]:
+    """A limit on what all messages together hold."""
+    if (parts := sum(len(m.content) for m in messages if isinstance(m.content, list))) > MAX_PARTS:
+        raise ValueError(f"the messages have {parts} content parts, but at most {MAX_PARTS} are taken")
+    return messages
 
 
 class Wire(BaseModel):
@@ -30,8 +38,13 @@ class Wire(BaseModel):
 
 
 def fault(errors: Sequence[Any]) -> BadRequest:
-    """Of pydantic's errors the first place that is wrong, and what would be right there: one thing, or one of several."""
-    place = _place(errors[0])
+    """Of pydantic's errors the first place that is wrong, and what would be right there: one thing, or one of several. Where that place may have
+    several forms, the item at which the form that went furthest went wrong."""
+    if errors[0].get("type") == "json_invalid":
+        return BadRequest(f"body: not JSON, from character {errors[0]['loc'][-1]} on")
+    first = _place(errors[0])
+    inside = [p for p in map(_place, errors) if p == first or p.startswith(f"{first}.")]
+    place = max(inside, key=lambda p: ([int(i) for i in p.split(".") if i.isdigit()], p.count(".")))
     wrong = dict.fromkeys(CLASS.sub("", str(e.get("msg", "cannot be read"))) for e in errors if _place(e) == place)
     return BadRequest(f"{place or 'body'}: {', or '.join(wrong)}"[:500], param=place.split(".")[0] or None)
 
@@ -153,8 +166,11 @@ class Sampled(Wire):
     user: str | None = None
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), AfterValidator(few_parts)]
+
+
 class ChatRequest(Sampled):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=8192, fail_fast=True)]
+    messages: Messages
     tools: Annotated[list[Tool], Field(max_length=512)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -178,7 +194,7 @@ class CompletionRequest(Sampled):
 class TokenizeRequest(Wire):
     content: Text | None = None
     prompt: Text | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special: bool | None = None
 
 
@@ -187,7 +203,7 @@ class DetokenizeRequest(Wire):
 
 
 class TemplateRequest(Wire):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Messages
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

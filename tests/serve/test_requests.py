@@ -12,7 +12,9 @@ from hetero.engine.scheduler import Limits
 from hetero.engine.scripted import Script
 from hetero.errors import EngineFailed
 from hetero.serve.anthropic import MessagesRequest
+from hetero.serve.app import Desk
 from hetero.serve.door import Settings
+from hetero.serve.reading import LARGE_BYTES
 from hetero.wire.schema import ChatRequest, CompletionRequest, DetokenizeRequest, fault
 
 HI = [{"role": "user", "content": "hi"}]
@@ -254,3 +256,80 @@ def test_a_body_of_millions_of_faults_is_refused_at_the_first(form, body):
     with pytest.raises(ValidationError) as caught:
         form.model_validate(body)
     assert caught.value.error_count() <= 8
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}), ("/v1/completions", {"prompt": "Once", "echo": True}),
+    ("/v1/messages", {"messages": HI, "max_tokens": 9, "system": [{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}]}),
+    ("/v1/responses", {"input": [{"role": "user", "content": "hi"}], "instructions": "be kind", "metadata": {"a": "b"}}), ("/tokenize", {"content": "one two"}), ("/detokenize", {"tokens": [5, 6]}),
+    ("/apply-template", {"messages": HI}), ("/v1/messages/count_tokens", {"messages": HI}),
+    ("/v1/chat/completions", {"messages": HI, "temperature": -1}), ("/v1/chat/completions", {"messages": HI, "model": "other"}), ("/v1/completions", {"prompt": [1, "a"]}), ("/tokenize", {}),
+    ("/v1/chat/completions", {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}}),
+])
+def test_a_large_body_is_answered_as_a_small_one(stage, path, body):
+    """Read in a process of its own; only ids and times differ. White space makes it large."""
+    def timeless(found):
+        drop = {"id", "created", "created_at", "timings", "cache_miss", "prompt_tokens_details", "seed", "usage"}
+        return {k: timeless(v) for k, v in found.items() if k not in drop} if isinstance(found, dict) else [timeless(v) for v in found] if isinstance(found, list) else found
+    small = stage.http.post(path, json=body)
+    large = stage.http.post(path, content=json.dumps(body).encode() + b" " * LARGE_BYTES, headers={"content-type": "application/json"})
+    assert (large.status_code, timeless(large.json())) == (small.status_code, timeless(small.json()))
+    if small.status_code == 200 and path.startswith("/v1/") and "count" not in path:
+        streams = [stage.http.post(path, content=json.dumps({**body, "stream": True}).encode() + b" " * more, headers={"content-type": "application/json"}).text for more in (0, LARGE_BYTES)]
+        kinds = [[list(json.loads(line[6:])) for line in s.splitlines() if line.startswith("data: {")] for s in streams]
+        assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("content", [b"{" + b" " * LARGE_BYTES, b"[" * 500_000, b"\xff" * 500_000, b"[" + b"{}," * 100_000 + b"{}]"])
+def test_a_large_body_that_is_no_request_is_a_400(stage, content):
+    for path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
+        r = stage.http.post(path, content=content, headers={"content-type": "application/json"})
+        assert r.status_code == 400 and r.json()["error"]["message"] and "Traceback" not in r.text, r.text[:200]
+
+
+def test_a_body_without_a_length_is_as_long_as_it_is(stage, monkeypatch):
+    """Chunked, 100 kB: it is prepared where long ones are, and one of a megabyte is read apart."""
+    seen = []
+    off = Desk.off
+
+    async def noted(self, work, *args, pool=None):
+        seen.append(pool)
+        return await off(self, work, *args, pool=pool)
+    monkeypatch.setattr(Desk, "off", noted)
+    for size, pool in ((10, "prepare"), (100_000, "prepare-long"), (1_000_000, "read")):
+        body = json.dumps({"messages": HI, "unknown": "x" * size}).encode()
+        assert stage.http.post("/v1/chat/completions", content=iter([body[:50], body[50:]]), headers={"content-type": "application/json"}).status_code == 200
+        assert seen.pop(0)._thread_name_prefix == pool
+        seen.clear()
+
+
+def test_the_loop_is_free_while_large_bodies_are_read(stage):
+    """Held here while the body is being read: it was the loop that read it. Bodies of 14 MiB, valid and in millions of items."""
+    bodies = [{"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 400}] * 1000}, {"prompt": [5] * 4_500_000}]
+    for body, path in zip(bodies, ("/v1/chat/completions", "/v1/completions"), strict=True):
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            job, asked = pool.submit(stage.http.post, path, json=body), 0
+            while not job.done():
+                assert stage.http.get("/health").status_code == 200
+                asked += 1
+        assert job.result().status_code == 400 and asked > 20
+    assert "400000 content parts" in stage.post("/v1/chat/completions", **bodies[0]).json()["error"]["message"]
+
+
+def test_too_many_large_bodies_at_once_are_a_429(stage, monkeypatch):
+    monkeypatch.setattr("hetero.serve.app.MOST_LARGE", 0)
+    assert refused(stage.chat(unknown="x" * LARGE_BYTES), 429)["type"] == "rate_limit_error"
+
+
+@pytest.mark.parametrize("body, text", [
+    ({"prompt": [1, "a"]}, "prompt.1: Input should be a valid integer"), ({"prompt": ["a", 1]}, "prompt.1: Input should be a valid string"), ({"prompt": [[1], [2, "x"]]}, "prompt.1.1: Input should be a valid integer"),
+    ({"prompt": [[1], "x"]}, "prompt.1: Input should be a valid list"), ({"prompt": {"a": 1}}, "prompt: Input should be a valid string, or"), ({"prompt": [[1], [5, 2**40]]}, "prompt.1: "),
+    ({"prompt": ["a", ""]}, "prompt.1: ")])
+def test_a_prompt_that_is_wrong_in_every_form_names_the_item(stage, body, text):
+    assert refused(stage.post("/v1/completions", **body), param="prompt")["message"].startswith(text)
+
+
+def test_a_body_that_is_no_json_says_where(stage):
+    for size in (0, LARGE_BYTES):
+        r = stage.http.post("/v1/completions", content=b'{"prompt": ' + b" " * size + b"}", headers={"content-type": "application/json"})
+        assert refused(r, words=f"from character {11 + size} on")["param"] is None

@@ -239,10 +239,10 @@ def test_a_grammar_that_takes_too_long_ends_alone(vocabulary):
         checker.check(grammar.from_schema(MIXED))
         with pytest.raises(BadRequest, match="uniqueItems"):
             checker.check(grammar.from_schema({"uniqueItems": True}))
-        checker._seconds = 0.0
+        checker.apart.seconds = 0.0
         with pytest.raises(BadRequest, match="more than 0 s"):
             checker.check(grammar.from_schema({"enum": [str(i) for i in range(20000)]}))
-        checker._seconds = 20
+        checker.apart.seconds = 20
         checker.check(grammar.from_regex("(a*)*b"))
     finally:
         checker.close()
