@@ -130,11 +130,12 @@ async def run(server: Server, seat: Seat, settings: Settings, place: Place, noti
         print(text, file=sys.stderr, flush=True)
         notify(f"STATUS={text}", notify_address)
     seat.on_failure, seat.on_progress = end, told
+    seat.claim()                                 # before the port opens: nobody may hear a healthy server without a model
     serving = asyncio.ensure_future(server.serve())
     while not server.started and not serving.done():
         await asyncio.sleep(0.02)
     if not serving.done():
-        loading = seat.begin(None, None)
+        loading = seat.begin_claimed(None, None)
         await asyncio.wait([serving, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done() and (failed := loading.exception()) is not None:
             end(str(failed))

@@ -70,8 +70,8 @@ class Seat:
     def loaded(self) -> Loaded | None:
         return self._loaded
 
-    def _claim(self) -> None:
-        """From here on nobody else changes what is loaded. Raises Conflict."""
+    def claim(self) -> None:
+        """From here on nobody else changes what is loaded, and /health says so. Raises Conflict."""
         if self.state in ("loading", "leaving"):
             raise Conflict(f"a model is being {'loaded' if self.state == 'loading' else 'unloaded'}", "wait until it is over")
         self.state = "loading" if self._loaded is None else "leaving"
@@ -81,7 +81,7 @@ class Seat:
 
         Raises Conflict, or what the loading said.
         """
-        self._claim()
+        self.claim()
         return await self._load(source, name)
 
     async def _load(self, source: str | None, name: str | None) -> Loaded:
@@ -106,7 +106,11 @@ class Seat:
 
     def begin(self, source: str | None, name: str | None) -> "asyncio.Task[Loaded]":
         """`load` in the background; how it goes is told by `state` and `trouble`. Raises Conflict at once."""
-        self._claim()
+        self.claim()
+        return self.begin_claimed(source, name)
+
+    def begin_claimed(self, source: str | None, name: str | None) -> "asyncio.Task[Loaded]":
+        """`begin` by the one who claimed before."""
         task = asyncio.ensure_future(self._load(source, name))
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -123,7 +127,7 @@ class Seat:
 
     async def unload(self, force: bool = False) -> None:
         """Gives the model up: nobody new is taken, those inside are finished (at most `drain_s`; not with `force`). Raises Conflict."""
-        self._claim()
+        self.claim()
         await self._leave(force)
         self.state = "empty"
 

@@ -18,6 +18,7 @@ FAMILIES = ("qwen2_moe", "qwen3_moe", "qwen3_moe_tied", "mixtral", "mixtral_wind
             "phimoe")
 BRIDGED = ("AfmoeForCausalLM", "DeepseekV4ForCausalLM", "NemotronHForCausalLM")
 NEAR, ROUGH = 0.05, 0.3                          # deviations of the logits: in float32, and with bf16 activations through four layers of random weights
+WORKSPACE = 64 << 20                             # bytes: cuBLAS keeps its own (32 MiB on Hopper) for every stream that graphs were captured on
 KL = 2e-3                                        # nats per token; bf16 activations in plain arithmetic are 5.5e-4 from the CPU's own
 
 
@@ -41,14 +42,14 @@ def stream_all(gpu, least=1):
 
 def near(got, want, near=NEAR):
     """Half the tokens are within `near` in their worst logit (a tie among experts moves a few tokens alone), and greedy tokens are equal wherever the
-    margin leaves no doubt."""
+    margin leaves no doubt, but for one or 5 % of those."""
     got, spread = got.float(), want.std()
     assert torch.isfinite(got).all()
     error = (got - want).abs().amax(-1) / spread
     assert error.median() <= near, f"{error.median():.3f} of a deviation"
     two = want.topk(2).values
     sure = (two[:, 0] - two[:, 1]) / spread > 2 * near
-    assert (got.argmax(-1) == want.argmax(-1))[sure].float().mean() >= 0.95
+    assert (got.argmax(-1) != want.argmax(-1))[sure].sum() <= max(1, 0.05 * sure.sum())
 
 
 def divergence(got, want):
@@ -118,7 +119,7 @@ def test_one_model_after_another_in_one_process_gives_its_memory_back(held_out):
             assert gpu.generate("Once upon a time")[0].text
             assert divergence(gpu.logits(held_out[0]), held_out[1]) < KL
         used = torch.cuda.memory_reserved()
-        assert turn == 0 or used <= before + (4 << 20)
+        assert turn == 0 or used <= before + WORKSPACE
         before = used
 
 

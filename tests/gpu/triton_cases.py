@@ -159,7 +159,7 @@ def check_attention(part, kind, new, cached, splits, page):
         mine, theirs = (plain.read_pages(getattr(c, name), getattr(c, name[:-1] + "_scales"), torch.arange(pages, device=DEVICE), pages * page) for c in (kv, twin))
         close(mine, theirs, 1e-5 if kind == "f32" else 6e-3)
     got = attention.attend(q, twin, step, oracle.scale, part.window, sinks, splits).flatten(1)   # on the twin's pages: codes may differ by a rounding
-    close(got, want, {"f32": TIGHT, "half": 4e-3, "fp8": 4e-3}[kind])
+    close(got, want, {"f32": TIGHT, "half": 6e-3, "fp8": 6e-3}[kind])      # a card rounds the query to half twice, the twin once: 4.4e-3
 
 
 @pytest.mark.slow

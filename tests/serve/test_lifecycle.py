@@ -24,7 +24,10 @@ from hetero.engine.scripted import Script
 from hetero.errors import BadOption
 from hetero.options import config_names
 from hetero.serve.door import Settings
-from hetero.serve.run import JsonLines, Server, notify, read_keys
+from hetero.serve.relay import NotReady
+from hetero.serve.run import JsonLines, Place, Server, notify, read_keys, run
+from hetero.serve.seat import Seat
+from hetero.serve.state import health_of
 from hetero.serve.stream import kept_alive
 from hetero.serve.worker import NICER
 
@@ -79,6 +82,23 @@ def test_keys_come_from_a_file_that_only_its_owner_may_read(tmp_path):
         read_keys(tmp_path / "none")
 
 
+def test_nobody_hears_a_healthy_server_before_its_model_is_begun():
+    """The port opens before loading starts; what /health says in between is 503."""
+    def start(source):
+        raise NotReady("this model cannot be started")
+    seat, heard = Seat(start, lambda info: None), []
+
+    class Opening(Server):
+        async def serve(self, sockets=None):
+            heard.append(health_of(seat)[0])
+            self.started = True
+            await asyncio.sleep(0.1)
+    settings = Settings()
+    server = Opening(uvicorn.Config(lambda: None), settings)
+    assert asyncio.run(run(server, seat, settings, Place(), "")) == "this model cannot be started"
+    assert heard == [503]
+
+
 def test_systemd_is_told(tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
         s.bind(str(tmp_path / "notify"))
@@ -102,9 +122,9 @@ def test_a_silent_stream_is_kept_alive(monkeypatch):
         await asyncio.sleep(0.2)
         yield "b"
 
-    async def run():
+    async def events():
         return [e async for e in kept_alive(slow())]
-    found = asyncio.run(run())
+    found = asyncio.run(events())
     assert found[0] == "a" and found[-1] == "b" and ": keep-alive\n\n" in found
 
 
