@@ -1,7 +1,9 @@
 """`@kernel`: this package's njit options and its on-disk cache of machine code. Knows no format, no thread and no instruction set.
 
 Numba's own cache cannot see an edit to the module that defines an intrinsic, nor tell apart closures of one function. Ours lives in a
-folder named by a hash of every source of the package and of the compiler's versions; a closure says its `key`.
+folder named by a hash of every source of the package and of the compiler's versions; a closure says its `key`. Its symbols carry the key too: Numba
+tells closures of one function apart by a counter that starts anew in each process, and the linker takes the first symbol of a name that it meets, so
+a kernel from the cache would call another process's helper, or be called in its place.
 """
 import functools
 import hashlib
@@ -104,12 +106,15 @@ def kernel(function: Any = None, *, key: Hashable = None, inline: bool = False, 
         return functools.partial(kernel, key=key, inline=inline, inner=inner)
     if function.__closure__ and key is None:
         raise TypeError(f"kernel {function.__qualname__} is a closure and has no key")
+    name = f"{function.__module__}.{function.__qualname__}:{key!r}"
+    if key is not None:
+        function.__qualname__ += f"[{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}]"
     made = numba.njit(nogil=True, boundscheck=False, error_model="numpy", inline="always" if inline else "never",
                       no_cpython_wrapper=inner, no_cfunc_wrapper=inner)(function)
     template = made.get_call_template
     made.get_call_template = lambda args, kws: template(tuple(numba.types.unliteral(a) for a in args), kws)   # not one compile per literal
     if function.__module__.startswith(f"{__package__}."):                # the hash covers no other package's sources
-        made._cache = _Cache(f"{function.__module__}.{function.__qualname__}:{key!r}")
+        made._cache = _Cache(name)
     return made
 
 

@@ -29,9 +29,22 @@ def ask(a: int) -> int:
     return answer(a)
 """
 
+MIX = "        a = (a * 31 + n) ^ (a >> 7)\n" * 80              # too much to be inlined
+CLOSURES = f"""
+from cpu_kernels.jit import kernel
+def maker(n):
+    @kernel(key=("helper", n))
+    def helper(a: int) -> int:
+{MIX}        return a
+    @kernel(key=("outer", n))
+    def outer(a: int) -> int:
+        return helper(a) + 1
+    return outer
+"""
 
-def ask(package, cache, **more):
-    made = subprocess.run([sys.executable, "-c", USE], cwd=package, capture_output=True, text=True, timeout=300,
+
+def ask(package, cache, use=USE, **more):
+    made = subprocess.run([sys.executable, "-c", use], cwd=package, capture_output=True, text=True, timeout=300,
                           env={**os.environ, "PYTHONPATH": str(package), "HETERO_CACHE_DIR": str(cache), **more})
     assert made.returncode == 0, made.stderr[-2000:]
     return made.stdout.split()
@@ -73,6 +86,16 @@ def test_a_cache_folder_that_cannot_be_made_is_no_error(package):
     blocked.write_text("")
     assert ask(package, blocked / "below") == ["42", "1"]
     assert ask(package, "/proc/none") == ["42", "1"]
+
+
+def test_a_cached_kernel_calls_its_own_helper_beside_another_of_that_name(package):
+    """What was packed as bf16 by a first process was packed as float32 by a second that had packed float32 before."""
+    (package / "cpu_kernels" / "closures.py").write_text(CLOSURES)
+    use = "from cpu_kernels.closures import maker\nprint(*(maker(n)(1) for n in {0}))"
+    alone = [*ask(package, package / "cache", use.format((1,))), *ask(package, package / "other", use.format((2,)))]
+    assert alone[0] != alone[1]
+    assert ask(package, package / "cache", use.format((2, 1))) == alone[::-1]
+    assert ask(package, package / "cache", use.format((1, 2))) == alone
 
 
 @pytest.mark.slow
