@@ -17,6 +17,7 @@ import numpy as np
 import cpu_kernels
 from cpu_kernels import FORMATS, ExpertStore, codes
 from cpu_kernels.formats import expert_nbytes
+from hetero import weights as weights_floor
 from hetero.arch.spec import Model, MoE
 from hetero.errors import BadCheckpoint
 from hetero.memory import packed
@@ -30,6 +31,7 @@ from hetero.weights.stored import to_f32
 
 ROUNDING = 1e-6                          # what two orders of float32 arithmetic differ by on the same codes
 SCRATCH_BYTES = 256 << 20                # of all packing threads together
+PACKING = ("formats.py", "codes.py", "pack.py", "plain.py", "store.py", "lanes.py", "jit.py")     # of cpu_kernels: what decides packed bytes
 SIGNED = ("int8_g32", "int4_g32")       # formats whose codes a file gives as integers times scales
 TAGS = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 
@@ -309,10 +311,9 @@ def cache_key(checkpoint: Checkpoint, chosen: dict[int, str]) -> str:
 
 
 def packing_version() -> str:
-    """A hash of the code that lays out and quantizes: bytes packed by other code are not these bytes."""
+    """A hash of the code that reads, quantizes, lays out and compiles: bytes packed by other code are not these bytes."""
     h = hashlib.sha256()
-    root = Path(cpu_kernels.__file__).parent
-    for path in sorted([*root.glob("rows/*.py"), *(root / n for n in ("formats.py", "codes.py", "pack.py", "plain.py", "store.py"))]):
-        if path.exists():
-            h.update(path.read_bytes())
+    kernels, weights = Path(cpu_kernels.__file__).parent, Path(weights_floor.__file__).parent
+    for path in sorted([*kernels.glob("rows/*.py"), *weights.glob("*.py"), *(kernels / n for n in PACKING)]):
+        h.update(path.read_bytes())
     return h.hexdigest()[:16]
